@@ -1,4 +1,4 @@
-"""LoRA tenants: one pass for several against one after the other, pushes, isolation and memory.
+"""LoRA tenants: one pass for several against one after the other, pushes and memory.
 
 ``python -m benchmarks.lora`` writes ``results/lora.json``; ``--only PART`` runs some parts and keeps the others,
 ``--tenants N`` some points of curves. Parts:
@@ -8,7 +8,6 @@
 - ``actors``: whole steps through a ``TrainGroup``, in wall time (``batched_over_swapped.actors``). ``small`` is 8 tenants of
   16 tokens and rank 16. ``swapped_ahead`` submits every operation before it waits for one.
 - ``push``: time of a push of the base over that of one tenant's adapter of rank 16, into one vLLM engine.
-- ``isolation``: a watched tenant alone and with others that do harm, compared byte by byte.
 - ``memory``: numbers held for a tenant over its parameters, after a step. Ranks below 16 are padded.
 """
 
@@ -26,7 +25,6 @@ import torch
 
 from actors.cluster.session import init_local_ray
 from benchmarks import lora_curves as curves
-from benchmarks.lora_isolation import isolation_trials
 from benchmarks.lora_push import measure_pushes
 from benchmarks.report import machine, read_result, require_sleeping_threads, update_result
 from rl_backend.contracts import OptimizerConfig
@@ -34,7 +32,7 @@ from rl_backend.contracts.lora import LoRAConfig
 from rl_backend.data import pack_plan, plan_micro_batches
 from rl_backend.runtime import create_runtime
 
-PARTS = ("passes", "actors", "push", "isolation", "memory")
+PARTS = ("passes", "actors", "push", "memory")
 RANKS_OF_MEMORY = (4, 8, 16, 64)
 
 
@@ -109,8 +107,6 @@ def run_part(part: str, folder: Path, counts: Sequence[int], result: dict[str, A
             ratios |= {"small": small["ratio"], "small_ahead": small["swapped_ahead_over_batched"]}
     elif part == "push":
         result |= with_ray(measure_pushes, folder)
-    elif part == "isolation":
-        result["isolation"] = isolation_trials(folder)
     else:
         result["memory_per_tenant_over_parameters"] = memory_per_tenant(curves.write_model(folder))
 

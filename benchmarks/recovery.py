@@ -1,9 +1,13 @@
 """Runs whose processes are killed or stopped at random moments, compared with the same runs left alone.
 
-Each trial is a command that a user would type. From outside, training ranks, engines or workers of an engine are ended by
-SIGKILL or stopped by SIGSTOP; one that was stopped gets SIGCONT when another serves in its place. Metrics (times apart),
-samples and weights must be those of the undisturbed run, beside which other programs keep all cores busy, and in which
-nothing may be replaced.
+Each trial is a command that a user would type. From outside, training ranks, engines, workers of an engine or holders of
+states are ended by SIGKILL or stopped by SIGSTOP; one that was stopped gets SIGCONT when another serves in its place.
+Metrics (times apart), samples and weights must be those of the undisturbed run, beside which other programs keep all cores
+busy, and in which nothing may be replaced.
+
+What ends a run in any case, or may (signals to its process, the loss of Ray, a full disk, ...: :data:`ENDING`), is struck
+once in a trial, from the start on. The run must leave nothing behind, and the same command with ``--resume auto`` must end
+as the undisturbed run.
 
     make bench NAME=recovery ARGS="--only sft_native --trials 6 --seconds 330 --folder /tmp/recovery"
 
@@ -18,6 +22,7 @@ import math
 import os
 import random
 import re
+import resource
 import signal
 import statistics
 import subprocess
@@ -36,16 +41,36 @@ from actors.cluster.processes import Process
 from actors.wire.segment import stale_segments
 from benchmarks import environment_tasks
 from benchmarks.process_use import MARK, kind_of, processes
-from benchmarks.report import machine, read_result, write_result
+from benchmarks.report import machine, read_result, update_result
 from examples.demo.task import layers_for, write_task
 from tests.support.runs import differences, outcome
 
-type Kind = Literal["kill", "stop"]
+type Kind = Literal["kill", "stop", "terminate", "interrupt", "fill", "few"]
 
 ROOT = Path(__file__).parents[1]
-SIGNALS: Mapping[Kind, signal.Signals] = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}
+SIGNALS: Mapping[Kind, signal.Signals] = {
+    "kill": signal.SIGKILL,
+    "stop": signal.SIGSTOP,
+    "terminate": signal.SIGTERM,
+    "interrupt": signal.SIGINT,
+}
+KILL_OR_STOP: tuple[Kind, ...] = ("kill", "stop")
+ENDING: Mapping[str, tuple[Kind, ...]] = {
+    "driver": ("kill", "terminate", "interrupt", "stop"),
+    "gcs": ("kill",),
+    "raylet": ("kill",),
+    "driver and raylet": ("kill",),
+    "disk": ("fill",),
+    "shared memory": ("fill",),
+    "files": ("few",),
+}
+"""Places that are no processes which a run replaces, and what is done to each."""
+
 MOST_FAULTS = 3
-RUN_SECONDS, END_SECONDS = 280.0, 30.0
+RUN_SECONDS, END_SECONDS, START_SECONDS = 280.0, 30.0, 20.0
+# Of a driver that is stopped: longer than anybody waits who takes a stopped process for dead.
+PAUSE_SECONDS = 12.0
+DISK, SHARED_MEMORY = "160m", "2g"
 
 REWARD = """def compute_score(data_source, solution_str, ground_truth, extra_info=None):
     return sum(map(ord, solution_str)) % 7 / 6  # also a model that knows nothing gives some better answers than others
@@ -64,6 +89,9 @@ SETTINGS: dict[str, tuple[str, Mapping[str, Any], tuple[str, ...]]] = {
     "sft_native": ("sft", SFT, ("rank",)),
     "sft_bridge": ("sft", {**SFT, "backend": "bridge"}, ("rank",)),
     "sft_pp2": ("sft", {**SFT, "pp": 2}, ("rank",)),
+    "sft_memory": ("sft", {**SFT, "save_every": 0, "recover": "memory"}, ("rank", "holder")),
+    "sft_ends": ("sft", SFT, tuple(ENDING)),
+    "grpo_ends": ("grpo", GRPO, tuple(ENDING)),
     "grpo": ("grpo", GRPO, ("rank", "engine")),
     "grpo_bridge": ("grpo", {**GRPO, "backend": "bridge"}, ("rank", "engine")),
     "grpo_workers": ("grpo", {**GRPO, "engines": 1, "rollout": {"tensor_parallel": 2}}, ("engine", "worker")),
@@ -76,8 +104,12 @@ SETTINGS: dict[str, tuple[str, Mapping[str, Any], tuple[str, ...]]] = {
 }
 """Command, options (``TASKS`` is a folder) and the kinds of processes that are struck."""
 
+UNDISTURBED = {"sft_memory": "sft_native", "sft_ends": "sft_native", "grpo_ends": "grpo"}
+"""Settings that must come to what another one comes to, left alone."""
+
 RANKS_REPLACED = re.compile(r"warning: training group .*all ranks were replaced in (?:(\d+) min )?([\d.]+) s ")
 ENGINE_LOST = re.compile(r"warning: (engine \d+)\b.*it is started again")
+HOLDER_LOST = re.compile(r"keeps the state of training ranks in memory was lost")
 BEGUN = re.compile(r" model +loading")
 NOT_STRUCK = Process(0, "")
 
@@ -87,7 +119,7 @@ class Fault:
     """A process that is struck.
 
     Attributes:
-        moment: steps after the beginning; 2.5 is in the middle of the third step.
+        moment: steps after the beginning; 2.5 is in the middle of the third step, below 0 is in the start.
         chosen: which of the processes of this place, from 0 to 1.
         at: when it was struck, by ``time.monotonic``, as the two below.
         seen, back: when the run saw it, and when another process served in its place, as far as it said so.
@@ -104,6 +136,12 @@ class Fault:
     back: float | None = None
     woke: bool = False
 
+    def wakes(self) -> bool:
+        """Whether one that was stopped is to be continued now: another has its place, or it is the driver."""
+        if self.kind != "stop" or self.woke or math.isinf(self.at) or self.process.has_ended:
+            return False
+        return time.monotonic() > self.at + PAUSE_SECONDS if self.place == "driver" else self.back is not None
+
     def told(self) -> dict[str, Any]:
         seconds = {
             "seen_seconds": None if self.seen is None else round(self.seen - self.at, 2),
@@ -117,42 +155,57 @@ def draw(name: str, number: int, steps: int, places: Sequence[str]) -> list[Faul
     generator = random.Random(f"{name} {number}")
     first, rest = places[number % len(places)], range(generator.randrange(MOST_FAULTS))
     found = [
-        Fault(generator.choice(list(SIGNALS)), place, generator.uniform(0, steps + 0.2), generator.random())
-        for place in [first, *(generator.choice(places) for _ in rest)]
+        Fault(
+            generator.choice(ENDING.get(place, KILL_OR_STOP)),
+            place,
+            generator.uniform(-1 if place in ENDING else 0, steps + 0.2),
+            generator.random(),
+        )
+        for place in [first, *(generator.choice(places) for _ in rest if first not in ENDING)]
     ]
     return sorted(found, key=lambda fault: fault.moment)
 
 
 @dataclass
 class Command:
-    """A run in a process of its own; ``lines`` are what it has said, each with when it came."""
+    """A run in a process of its own; ``lines`` are what it has said, each with when it came.
+
+    With ``place`` "disk" its folder is a small file system, and "shared memory" gives it a small ``/dev/shm`` of its own.
+    """
 
     process: subprocess.Popen[str]
     folder: Path
     mark: str
+    log: str
+    began: float = field(default_factory=time.monotonic)
     lines: list[tuple[float, str]] = field(default_factory=list)
+    hangs: bool = False
 
     @classmethod
-    def start(cls, name: str, folder: Path, tasks: Path) -> Command:
+    def start(cls, name: str, folder: Path, tasks: Path, place: str = "", *, again: bool = False) -> Command:
         example, options, _ = SETTINGS[name]
-        folder.mkdir(parents=True)
+        (folder / "run").mkdir(parents=True, exist_ok=again)
+        if place == "disk" and not again:
+            subprocess.run(("mount", "-t", "tmpfs", "-o", f"size={DISK}", "tmpfs", folder / "run"), check=True)
         (folder / "options.json").write_text(json.dumps(options).replace("TASKS", str(tasks)))
         files = ("--config", str(folder / "options.json"), "--run-dir", str(folder / "run"))
-        mark = uuid.uuid4().hex
+        mark, mount = uuid.uuid4().hex, f'mount -t tmpfs -o size={SHARED_MEMORY} tmpfs /dev/shm && exec "$@"'
+        confined = ("unshare", "--mount", "sh", "-c", mount, "sh") if place == "shared memory" else ()
+        resumes = ("--resume", "auto") if again else ()
         process = subprocess.Popen(
-            (sys.executable, "-m", "rl_backend.cli", example, *files),
+            (*confined, sys.executable, "-m", "rl_backend.cli", example, *files, *resumes),
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
             env={**os.environ, MARK: mark},
         )
-        made = cls(process, folder, mark)
+        made = cls(process, folder, mark, "log-again" if again else "log")
         threading.Thread(target=made._read, daemon=True).start()
         return made
 
     def _read(self) -> None:
         assert self.process.stdout is not None
-        with (self.folder / "log").open("w", buffering=1) as log:
+        with (self.folder / self.log).open("w", buffering=1) as log:
             for line in self.process.stdout:
                 self.lines.append((time.monotonic(), line.rstrip()))
                 log.write(line)
@@ -169,31 +222,58 @@ class Command:
         left, due = list(faults), math.inf
         deadline = time.monotonic() + RUN_SECONDS
         while self.process.poll() is None and time.monotonic() < deadline:
-            if left and math.isinf(due) and self.steps() >= int(left[0].moment):
+            if left and math.isinf(due) and left[0].moment < 0:
+                due = self.began + left[0].moment % 1 * START_SECONDS
+            elif left and math.isinf(due) and self.steps() >= int(left[0].moment):
                 due = time.monotonic() + left[0].moment % 1 * pace
             if time.monotonic() >= due:
                 struck = self._strike(left[0], {fault.process for fault in faults})
                 left, due = (left[1:], math.inf) if struck else (left, due + 0.2)
             attribute(self.lines, faults)
             for fault in faults:
-                if fault.kind == "stop" and fault.back is not None and not fault.woke and not fault.process.has_ended:
+                if fault.wakes():
                     fault.woke = True
                     os.kill(fault.process.pid, signal.SIGCONT)
             time.sleep(0.02)
+        self.hangs = self.process.poll() is None
         self.process.kill()
         self.process.wait()
+        ended = time.monotonic()
         time.sleep(0.2)  # for the last lines
         attribute(self.lines, faults)
+        for fault in faults:
+            if fault.place in ENDING and fault.at < math.inf and self.process.returncode and not self.hangs:
+                fault.seen = ended
 
     def _strike(self, fault: Fault, struck: set[Process]) -> bool:
         """False while no process of this place is there."""
-        found = {Process.of(pid) for pid, command in processes(self.mark) if kind_of(command) == fault.place}
-        there = sorted(process for process in found - struck if process.started)
-        if there:
-            fault.process, fault.at = there[int(fault.chosen * len(there))], time.monotonic()
+        parts = fault.place.split(" and ")
+        found = {part: self._processes(part) - struck for part in reversed(parts)}
+        if not all(found.values()):
+            return False
+        fault.at = time.monotonic()
+        for there in found.values():
+            fault.process = sorted(there)[int(fault.chosen * len(there))]
             with suppress(ProcessLookupError):
-                os.kill(fault.process.pid, SIGNALS[fault.kind])
-        return bool(there)
+                self._do(fault)
+        return True
+
+    def _processes(self, place: str) -> set[Process]:
+        if place in ("driver", "disk", "shared memory", "files"):
+            found = {Process.of(self.process.pid)}
+        else:
+            found = {Process.of(pid) for pid, command in processes(self.mark) if place_of(command) == place}
+        return {process for process in found if process.started}
+
+    def _do(self, fault: Fault) -> None:
+        pid = fault.process.pid
+        if fault.kind == "few":
+            number = max(map(int, os.listdir(f"/proc/{pid}/fd"))) + 1
+            resource.prlimit(pid, resource.RLIMIT_NOFILE, (number, number))
+        elif fault.kind == "fill":
+            fill(self.folder / "run" if fault.place == "disk" else Path(f"/proc/{pid}/root/dev/shm"))
+        else:
+            os.kill(pid, SIGNALS[fault.kind])
 
     def end(self) -> int:
         """Ends what the run has left behind when :data:`END_SECONDS` have passed; the number of those processes (and so of
@@ -208,6 +288,24 @@ class Command:
         return len(left)
 
 
+def place_of(command: str) -> str:
+    """As :func:`kind_of`, also of what that counts to the rest."""
+    program = Path(command.partition(" ")[0]).name.partition(".")[0]
+    return {"gcs_server": "gcs", "raylet": "raylet", "ray::MemoryHolder": "holder"}.get(program) or kind_of(command)
+
+
+FILLER = "filler"
+
+
+def fill(folder: Path) -> None:
+    """Takes all that is left of a file system."""
+    with (folder / FILLER).open("wb", buffering=0) as file:
+        for size in (1 << 20, 1 << 12):
+            with suppress(OSError):
+                while file.write(bytes(size)):
+                    pass
+
+
 def attribute(lines: Sequence[tuple[float, str]], faults: Sequence[Fault]) -> None:
     """Notes when the run saw each fault that has struck, and when another process served in its place.
 
@@ -216,6 +314,11 @@ def attribute(lines: Sequence[tuple[float, str]], faults: Sequence[Fault]) -> No
     told: set[float] = set()
     for fault in faults:
         after = [(when, line) for when, line in lines if when >= fault.at]
+        if fault.place in ENDING:
+            continue
+        if fault.place == "holder":
+            fault.seen = next((when for when, line in after if HOLDER_LOST.search(line)), None)
+            continue
         if fault.place == "rank":
             replaced = [(when, line, found) for when, line in after if (found := RANKS_REPLACED.search(line))]
             for when, line, found in replaced[:1]:
@@ -253,15 +356,28 @@ def trial(name: str, number: int, folder: Path, tasks: Path, expected: Path) -> 
     """A run with faults, and in what it differs from the undisturbed one in ``expected``."""
     (_, options, places), began, wanted = SETTINGS[name], time.monotonic(), outcome(expected / "run")
     faults = draw(name, number, options["steps"], places)
-    command = Command.start(name, folder, tasks)
+    place = faults[0].place
+    command = Command.start(name, folder, tasks, place)
     metrics = next(lines for file, lines in wanted.items() if file.endswith("metrics.jsonl"))
     command.disturb(faults, statistics.median(sum(step[each] for each in step if "seconds/" in each) for step in metrics))
     status, left = command.process.returncode, command.end()
+    ended: dict[str, Any] = {}
+    if status and place in ENDING:
+        said = [line for _, line in command.lines[-3:]]
+        ended = {"ended": {"status": status, "hangs": command.hangs, "said": said}}
+        (folder / "run" / FILLER).unlink(missing_ok=True)
+        command = Command.start(name, folder, tasks, again=True)
+        command.disturb((), 1.0)
+        status, left = command.process.returncode, left + command.end()
+    found = ["it failed"] if status else differences(outcome(folder / "run"), wanted)[:8]
+    if place == "disk":
+        subprocess.run(("umount", "--lazy", folder / "run"), check=True)
     return {
         "setting": name,
         "number": number,
         "status": status,
-        "differs_in": ["it failed"] if status else differences(outcome(folder / "run"), wanted)[:8],
+        "differs_in": found,
+        **ended,
         "faults": [fault.told() for fault in faults if fault.at < math.inf],
         "left": {"processes": left, "segments": len(stale_segments())},
         "seconds": round(time.monotonic() - began, 1),
@@ -272,11 +388,13 @@ def trial(name: str, number: int, folder: Path, tasks: Path, expected: Path) -> 
 def figures(trials: Sequence[Mapping[str, Any]], undisturbed: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Shares of trials that ended, and that ended as the undisturbed run, by what was struck; seconds of their faults."""
     found: dict[str, Any] = {}
-    for group, places in {"ranks": ("rank",), "engines": ("engine", "worker")}.items():
+    groups = {"ranks": ("rank",), "engines": ("engine", "worker"), "holders": ("holder",), "runs": tuple(ENDING)}
+    for group, places in groups.items():
         struck = [each for each in trials if any(fault["place"] in places for fault in each["faults"])]
         faults = [fault for each in struck for fault in each["faults"] if fault["place"] in places]
         lost = [fault["lost_seconds"] for fault in faults if fault["lost_seconds"] is not None]
-        seen = {kind: [fault["seen_seconds"] for fault in faults if fault["kind"] == kind] for kind in SIGNALS}
+        kinds = dict.fromkeys(kind for place in places for kind in ENDING.get(place, KILL_OR_STOP))
+        seen = {kind: [fault["seen_seconds"] for fault in faults if fault["kind"] == kind] for kind in kinds}
         found[group] = {
             "trials": len(struck),
             "faults": len(faults),
@@ -304,7 +422,7 @@ def p95(values: Iterable[float | None]) -> float | None:
 def record(trials: Sequence[Mapping[str, Any]] = (), undisturbed: Sequence[Mapping[str, Any]] = ()) -> None:
     before = read_result("recovery")
     every = {"undisturbed": [*before.get("undisturbed", []), *undisturbed], "trials": [*before.get("trials", []), *trials]}
-    write_result("recovery", {**figures(every["trials"], every["undisturbed"]), **every, "machine": machine()})
+    update_result("recovery", {**figures(every["trials"], every["undisturbed"]), **every, "machine": machine()})
 
 
 def measure(names: list[str], arguments: argparse.Namespace, folder: Path) -> None:
@@ -314,9 +432,10 @@ def measure(names: list[str], arguments: argparse.Namespace, folder: Path) -> No
         environment_tasks.write_task(tasks / "calculator", "calculator")
         (tasks / "reward.py").write_text(REWARD)
     for name in names * arguments.trials:
-        expected, now = folder / f"{name}-alone", time.monotonic()
+        alone = UNDISTURBED.get(name, name)
+        expected, now = folder / f"{alone}-alone", time.monotonic()
         if not (expected / "whole").exists() and now - began < arguments.seconds / 2:
-            record(undisturbed=[left_alone(name, expected, tasks, arguments.busy)])
+            record(undisturbed=[left_alone(alone, expected, tasks, arguments.busy)])
             longest[name] = time.monotonic() - now
         if time.monotonic() - began + 1.2 * longest[name] > arguments.seconds or not (expected / "whole").exists():
             continue

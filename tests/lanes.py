@@ -1,6 +1,7 @@
 """The suite as ``make test`` runs it: two pytest processes side by side, and one exit status.
 
-Tests with Ray and vLLM wait for starts and time limits much of their time. The other lane, which computes, fills that.
+Tests with Ray and vLLM wait for starts and time limits much of their time. The other lane, which computes more, fills that.
+Each lane has a Ray of its own.
 Arguments go to both lanes, or to one pytest where they name files. ``--matrix=FILE`` writes the record of the run
 (:mod:`tests.support.matrix`), unless files are named or the run is interrupted.
 """
@@ -24,15 +25,23 @@ from tests.support import matrix
 ROOT = Path(__file__).parents[1]
 VERL = ("tests/e2e/test_verl_resume.py", "tests/e2e/test_verl_ppo.py")
 """What ``make test-all`` alone runs and what takes most memory: it runs while the first lane has few engines."""
+RANKS = tuple(
+    f"tests/e2e/test_{name}.py"
+    for name in (
+        *("cluster_jobs", "critic", "errors_through_ray", "lora_tenants", "recovery", "rollout_hangs", "train_group"),
+        *("train_group_failures", "train_group_journal", "train_group_order", "verl_rollout_sync"),
+    )
+)
+"""Tests with Ray that share no engine with others: training ranks and stand-ins for engines, which take little memory."""
 FIRST = (
     *("tests/unit/tree", "tests/unit/benchmarks", "tests/unit/examples", "tests/unit/rl_backend/cli"),
     *("tests/unit/actors", "tests/unit/adapters"),
 )
-"""Unit tests at the start of the first lane: the second takes as long without them."""
+"""Unit tests at the start of the first lane, so that lanes take about as long."""
 LANES = (
-    (*FIRST, "tests/e2e", *(f"--ignore={file}" for file in VERL)),
+    (*FIRST, "tests/e2e", *(f"--ignore={file}" for file in (*VERL, *RANKS))),
     (
-        *(*VERL, "tests/unit", *(f"--ignore={folder}" for folder in FIRST)),
+        *(*VERL, *RANKS, "tests/unit", *(f"--ignore={folder}" for folder in FIRST)),
         *("tests/golden", "tests/gpu", "tests/distributed", "--suite"),
     ),
 )
@@ -40,8 +49,8 @@ LANES = (
 
 ``--suite`` keeps the choice of cases (:mod:`tests.support.matrix`) although a file is named.
 """
-NICENESS = (0, 15)
-"""Of each lane. Ray gives its workers 15: a second lane that is not as nice would starve the first, which takes longer."""
+NICENESS = (0, 5)
+"""Of each lane and of its Ray: ranks of the second, which are more at a time, do not starve the first."""
 END_SECONDS = 60.0
 """How long the lanes may take to end once they are interrupted."""
 NOTHING_SELECTED = 5

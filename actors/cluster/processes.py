@@ -95,6 +95,11 @@ def innermost_calls(stacks: str, below: str, most: int = 4) -> str:
     return ""
 
 
+def driver_mark() -> str:
+    """This process, as those that it starts through Ray have it in ``RL_BACKEND_DRIVER``."""
+    return f"{os.getpid()}-{start_time(os.getpid())}"
+
+
 def start_time(pid: int) -> str:
     """When a process started; empty where none of that number lives."""
     state, started = _stat(pid)

@@ -25,13 +25,21 @@ from ray._private import ray_constants, services
 from ray.exceptions import RayError
 
 from actors.cluster.placement import usable_cores
+from actors.cluster.processes import driver_mark
 from actors.cluster.ray_watch import ray_is_usable, watch_cluster
-from rl_backend.contracts import ConfigError
+from rl_backend.contracts import ClusterLostError, ConfigError
+
+logger = logging.getLogger(__name__)
+
+DRIVER = "RL_BACKEND_DRIVER"
+"""A variable that names the driver to every process of a Ray that it has started."""
 
 # As of any program that SIGTERM ends.
 EXIT_TERMINATED = 128 + signal.SIGTERM
 # Who sends a signal to a process and to its group sends it twice; that must not cut the clean-up short.
 _REPEATED_SECONDS = 10.0
+_PAUSES = (2.0, 8.0)
+"""Before Ray is started here a second and a third time, in seconds."""
 
 
 @contextmanager
@@ -77,13 +85,32 @@ def _start_or_join(ranks: int, engines: int) -> None:
             ) from None
     else:
         # Enough CPUs for ranks and engines to reserve all cores each: training and sampling take turns.
-        init_local_ray(
+        _start_patiently(
             num_cpus=max(usable_cores(), ranks) + max(usable_cores(), engines),
             num_gpus=torch.cuda.device_count(),
             include_dashboard=False,
             log_to_driver=False,
             logging_level=logging.ERROR,
         )
+
+
+def _start_patiently(**options: Any) -> None:
+    """Starts Ray here, again where that fails: a machine that is busy, or a port that another process has just taken."""
+    for attempt, pause in enumerate((*_PAUSES, 0.0), start=1):
+        try:
+            init_local_ray(**options)
+            break
+        except Exception as error:
+            ray.shutdown()
+            problem = f"Ray could not be started on this machine: {type(error).__name__}: {error}"
+            if not pause:
+                raise ClusterLostError(
+                    f"{problem}, {attempt} times; see the logs in /tmp/ray/session_latest/logs, and that memory, ports, "
+                    "file descriptors and the disk of /tmp are free",
+                    reason=str(error),
+                ) from error
+            logger.warning("%s; it is tried again in %g s", problem, pause)
+            time.sleep(pause)
 
 
 @contextmanager
@@ -105,9 +132,16 @@ def init_local_ray(**options: Any) -> None:
     """
     # Ray's own is 15: beside other programs a run gets what they leave.
     os.environ.setdefault(ray_constants.RAY_WORKER_NICENESS, "0")
-    # By itself Ray binds to all interfaces of the machine, and its metrics can be read there without a token.
-    with _one_machine(), own_process_groups():
-        ray.init(address="local", **options)
+    # For the watcher of a run. What this process starts otherwise, such as a program of the user's, does not have it.
+    before, os.environ[DRIVER] = os.environ.get(DRIVER), driver_mark()
+    try:
+        # By itself Ray binds to all interfaces of the machine, and its metrics can be read there without a token.
+        with _one_machine(), own_process_groups():
+            ray.init(address="local", **options)
+    finally:
+        del os.environ[DRIVER]
+        if before is not None:
+            os.environ[DRIVER] = before
 
 
 def join_ray(address: str, **options: Any) -> None:

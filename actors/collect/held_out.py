@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import batched
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
-from actors.collect.sample_metrics import unknown_tokens
-from actors.collect.scoring import score
+from actors.collect.sample_metrics import score, unknown_tokens
 from actors.collect.stop_tokens import Ends
 from actors.collect.transcripts import describe_episodes, describe_samples
 from actors.options.eval_sets import EvalSet
@@ -18,11 +18,34 @@ from actors.rollout.group.group import RolloutGroup
 from actors.rollout.messages import Sample, sample_seeds
 from actors.watch.console import warn
 from actors.watch.health_metrics import KNOWN, UNKNOWN
-from rl_backend.algorithm.estimates import Estimate, mean_over_prompts, pass_at_k
+from rl_backend.contracts import ConfigError
 from rl_backend.data.examples import Examples
 from rl_backend.data.prompts import Prompt
 from rl_backend.data.rewards import RewardScorer, Score
 from rl_backend.environment import Episode
+
+
+class Estimate(NamedTuple):
+    """A mean over prompts, and its standard error; None for a single prompt."""
+
+    mean: float
+    error: float | None
+
+
+def mean_over_prompts(values: Sequence[float]) -> Estimate:
+    """Mean and standard error of one value for each prompt. Source: Miller, https://arxiv.org/abs/2411.00640, section 2."""
+    error = statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else None
+    return Estimate(statistics.fmean(values), error)
+
+
+def pass_at_k(responses: int, passed: int, k: int) -> float:
+    """The probability that at least one of ``k`` of a prompt's responses passes, without bias: 1 - C(n - c, k) / C(n, k).
+
+    Source: Chen et al., https://arxiv.org/abs/2107.03374, equation 1.
+    """
+    if not 1 <= k <= responses:
+        raise ConfigError.of("k", k, f"pass@k takes k of the {responses} responses to a prompt; use 1 to {responses}")
+    return 1.0 - math.comb(responses - passed, k) / math.comb(responses, k)
 
 
 @dataclass(frozen=True)

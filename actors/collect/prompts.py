@@ -11,8 +11,7 @@ from typing import Any
 from actors.collect.collector import Source, Staleness
 from actors.collect.held_out import HeldOutResult, answer
 from actors.collect.inputs import Inputs
-from actors.collect.sample_metrics import sample_metrics
-from actors.collect.scoring import begin_scoring
+from actors.collect.sample_metrics import begin_scoring, sample_metrics
 from actors.collect.stream import SampledBatch, SampleStream
 from actors.collect.transcripts import describe_samples
 from actors.folder.checkpoints import StreamPosition
@@ -149,8 +148,8 @@ class PromptDraft:
     """The batch of one step while it is made: the phase ``reward`` of the clock, waiting for scores or making them.
 
     Adds to :func:`~actors.collect.sample_metrics.sample_metrics` and :func:`~rl_backend.data.rewards.reward_metrics`
-    ``reward_failures`` and ``groups_dropped``, unless a failure stops the run; ``batches_sampled`` and
-    ``groups_without_signal``, with dynamic sampling.
+    ``reward_failures``, ``rewards_failed`` (their share) and ``groups_dropped``, unless a failure stops the run;
+    ``batches_sampled`` and ``groups_without_signal``, with dynamic sampling.
     """
 
     def __init__(
@@ -166,13 +165,14 @@ class PromptDraft:
         self._without_signal: list[_Group] = []
         self._scored: list[_Group] = []
         self._failures: list[str] = []
-        self._taken = self._dropped = 0
+        self._taken = self._dropped = self._answers = 0
 
     def add(self, batch: SampledBatch, clock: Clock) -> bool:
         """Scores a batch, whose groups are chosen, kept for filling up, or dropped because a call failed."""
         self._taken += 1
         for group in self._scored_groups(batch):
             self._failures += [failure for score in group.scores for failure in score.failures]
+            self._answers += len(group.scores)
             if any(score.dropped for score in group.scores):
                 self._dropped += 1
                 continue
@@ -198,7 +198,7 @@ class PromptDraft:
         samples = [sample for group in chosen for sample in group.samples]
         metrics = sample_metrics(scored) | rate | reward_metrics([score for group in scored for score in group.scores])
         if config.rewards.on_failure != "stop":
-            metrics["reward_failures"] = len(failures)
+            metrics |= {"reward_failures": len(failures), "rewards_failed": min(len(failures) / self._answers, 1)}
         if config.rewards.on_failure == "drop":
             metrics["groups_dropped"] = self._dropped
         metrics |= staleness(map(_versions, samples))

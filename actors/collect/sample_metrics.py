@@ -9,10 +9,34 @@ from typing import Any, Protocol
 
 from actors.rollout.messages import Sample
 from rl_backend.algorithm.sequences import truncated_share
-from rl_backend.data.chat_template import known_token_ids
+from rl_backend.data.chat_template import decode, known_token_ids
+from rl_backend.data.prompts import Prompt
+from rl_backend.data.rewards import RewardCall, RewardScorer, Score, Scoring
 from rl_backend.environment import Episode
 from rl_backend.environment.groups import FAILED
 from rl_backend.environment.playing import OF_ENVIRONMENTS
+
+
+def begin_scoring(samples: Sequence[Sample], prompts: Sequence[Prompt], tokenizer: Any, scorer: RewardScorer) -> Scoring:
+    """Begins with the scores of samples; ``prompts[i]`` is the one that ``samples[i]`` answers."""
+    texts = [decode(sample.response_ids, tokenizer, special=False) for sample in samples]
+    examples = [prompt.example for prompt in prompts]
+    return scorer.begin(
+        [
+            RewardCall(
+                *(example.data_source, text, example.ground_truth, example.extra_info, example.prompt),
+                response_ids=sample.response_ids,
+                columns=example.columns,
+            )
+            for text, example, sample in zip(texts, examples, samples, strict=True)
+        ]
+    )
+
+
+def score(samples: Sequence[Sample], prompts: Sequence[Prompt], tokenizer: Any, scorer: RewardScorer) -> list[Score]:
+    """As :func:`begin_scoring`, and waits; raises :class:`RewardError` where a call that failed is to stop the run."""
+    return begin_scoring(samples, prompts, tokenizer, scorer).result()
+
 
 # Metrics of every episode; those beside them are its environment's.
 OF_THE_SAMPLER = frozenset(

@@ -20,9 +20,9 @@ from actors.folder.lock import written_to
 from actors.rollout.messages import Routes, Sample, VersionSpan
 from rl_backend.checkpoint.confined import require_inside, require_names
 from rl_backend.checkpoint.durable_commit import rename_synced, sync, with_notes, write_synced
-from rl_backend.checkpoint.manifest import MANIFEST_NAME, FileFacts, SealedConfig
+from rl_backend.checkpoint.manifest import MANIFEST_NAME, FileFacts, SealedConfig, read_manifest
 from rl_backend.checkpoint.metadata_unpickler import load_problem
-from rl_backend.checkpoint.training_state import file_facts
+from rl_backend.checkpoint.training_state import file_facts, require_written
 from rl_backend.contracts import CheckpointError, ConfigError
 
 CHECKPOINTS, LATEST, RUN_FILE = "checkpoints", "latest", "run.json"
@@ -89,6 +89,17 @@ def read_run_checkpoint(path: Path | str) -> RunCheckpoint:
     return RunCheckpoint(path, manifest.step, manifest.state, models_among(manifest.files))
 
 
+def read_whole(path: Path) -> RunCheckpoint:
+    """As :func:`read_run_checkpoint`, which leaves the files of the models to their ranks; this reads them too."""
+    checkpoint = read_run_checkpoint(path)
+    for model in map(checkpoint.model, checkpoint.models):
+        manifest = read_manifest(model)
+        manifest.require_files(model)
+        for name, facts in manifest.files.items():
+            require_written(model, name, facts)
+    return checkpoint
+
+
 class RunCheckpoints:
     """The checkpoints of one run under ``root``: ``step-00000010`` and so on, and ``latest``, a link to the newest.
 
@@ -119,11 +130,34 @@ class RunCheckpoints:
         """The newest committed checkpoint; None without any.
 
         Raises:
-            CheckpointError: it is damaged. An earlier one is not used instead, because the run had continued.
+            CheckpointError: it is damaged. An earlier one is not used instead, because the run had continued; see
+                :meth:`newest_whole`.
         """
         # Not by the link ``latest``, which a run that was killed may have left behind.
         committed = self._committed()
         return read_run_checkpoint(committed[-1][1]) if committed else None
+
+    def newest_whole(self) -> tuple[RunCheckpoint | None, dict[Path, str]]:
+        """The newest checkpoint that has every byte that was written, and what is wrong with those after it.
+
+        Raises:
+            CheckpointError: all are damaged.
+        """
+        damaged: dict[Path, str] = {}
+        for _, path in reversed(self._committed()):
+            try:
+                return read_whole(path), damaged
+            except CheckpointError as error:
+                damaged[path.resolve()] = error.message
+        if damaged:
+            raise CheckpointError(f"every checkpoint is damaged: {'; '.join(damaged.values())}", path=str(self.root))
+        return None, {}
+
+    def put_aside(self, damaged: Iterable[Path]) -> None:
+        """Gives directories names that no checkpoint has."""
+        for path in damaged:
+            with written_to(path):
+                path.rename(path.with_name(f"{path.name}.damaged-{uuid.uuid4().hex[:8]}"))
 
     def draft(self, step: int) -> Path:
         """The directory that holds the checkpoint of ``step``, and files beside its models, until it is committed."""

@@ -113,7 +113,8 @@ class RunFolder:
         self._facts: dict[str, Any] = {"started": _now(), "resumed": []}
         if start.same_folder:
             earlier = read_file_of_run(self.path, "run.json")
-            resumed = [*earlier.get("resumed", []), {"after_step": start.step, "at": _now()}]
+            damaged = {"damaged": [path.name for path in start.damaged]} if start.damaged else {}
+            resumed = [*earlier.get("resumed", []), {"after_step": start.step, "at": _now(), **damaged}]
             self._facts = {"started": earlier.get("started"), "resumed": resumed}
         options = config.model_dump_json(indent=2) + "\n"
         if not start.same_folder:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import shutil
 import socket
 import tempfile
 import time
@@ -116,6 +117,13 @@ def written_to(run_dir: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise RunFolderError(cannot_write(run_dir, error), path=str(run_dir), errno=error.errno) from error
+
+
+def free_disk(folder: Path) -> dict[str, float]:
+    """``free_disk_gib``, where the file system says it."""
+    with suppress(OSError):
+        return {"free_disk_gib": shutil.disk_usage(folder).free / 2**30}
+    return {}
 
 
 def cannot_write(run_dir: Path, error: BaseException | str) -> str:

@@ -90,12 +90,14 @@ class RunStart:
         kept: what each log in the run folder had when the checkpoint was saved; of other logs nothing is kept.
         newest: step of the newest checkpoint in the run folder when this was decided.
         replaces: the folder holds steps of an interrupted run without a checkpoint, which this run repeats.
+        damaged: checkpoints after the one that the run continues from, and what is wrong with each.
     """
 
     checkpoint: RunCheckpoint | None = None
     kept: Mapping[str, FileFacts] = field(default_factory=dict)
     newest: int | None = None
     replaces: bool = False
+    damaged: Mapping[Path, str] = field(default_factory=dict)
 
     @property
     def step(self) -> int:
@@ -111,6 +113,12 @@ class RunStart:
 
     def describe(self) -> list[str]:
         return [] if self.checkpoint is None else [f"continuing after step {self.step}, from {self.checkpoint.path}"]
+
+    def warnings(self) -> list[str]:
+        return [
+            f"{problem}. The run goes back to step {self.step} and takes the steps after it again; {path.name} is renamed"
+            for path, problem in self.damaged.items()
+        ]
 
 
 def find_start(config: RunConfig) -> RunStart:
@@ -128,8 +136,9 @@ def find_start(config: RunConfig) -> RunStart:
         require_new_run(config.run_dir)
         return RunStart()
     newest = max(own.steps(), default=None)
+    damaged: dict[Path, str] = {}
     if config.resume == "auto":
-        checkpoint = own.latest()
+        checkpoint, damaged = own.newest_whole() if config.damaged_checkpoint == "earlier" else (own.latest(), {})
         if checkpoint is None:
             return RunStart(replaces=_may_be_replaced(config))
     else:
@@ -147,7 +156,7 @@ def find_start(config: RunConfig) -> RunStart:
         if newest is not None:
             require_new_run(config.run_dir)
         return RunStart(checkpoint, replaces=_may_be_replaced(config))
-    if newest is not None and newest > checkpoint.step:
+    if newest is not None and newest > checkpoint.step and not damaged:
         raise ConfigError.of(
             "resume",
             config.resume,
@@ -163,7 +172,7 @@ def find_start(config: RunConfig) -> RunStart:
             config.resume,
             f"the run in {config.run_dir} has finished its {config.steps} steps; raise steps to continue",
         )
-    return RunStart(checkpoint, _kept_logs(checkpoint, config), newest)
+    return RunStart(checkpoint, _kept_logs(checkpoint, config), newest, damaged=damaged)
 
 
 def _require_checkpoint(path: str) -> None:

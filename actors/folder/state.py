@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from actors.cluster.processes import driver_mark
 from actors.folder import watcher
 
 _SPARE_BYTES = 64 << 10
@@ -60,7 +61,8 @@ class RunState:
 
 
 class RunWatch:
-    """While it is open, the end of this process without a word makes the state in ``run.json`` of ``folder`` "killed".
+    """While it is open, the end of this process without a word makes the state in ``run.json`` of ``folder`` "killed", and
+    ends a Ray that this process has started, with all of its processes.
 
     Attributes:
         process: what ``run.json`` says of the process whose run it is: its id and host, and a mark of this run.
@@ -81,7 +83,7 @@ class RunWatch:
         try:
             # It exits at once; the watcher, its child, stays. -I -S: it imports nothing of the user's environment.
             subprocess.run(
-                [sys.executable, "-I", "-S", watcher.__file__, str(self._folder), self.process],
+                [sys.executable, "-I", "-S", watcher.__file__, str(self._folder), self.process, driver_mark()],
                 stdin=end,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,

@@ -1,12 +1,15 @@
-"""The process beside a run that says so in ``run.json`` when the run is killed; ``RunWatch`` starts it.
+"""The process beside a run that says so in ``run.json`` when the run is killed, and ends what outlives its process;
+``RunWatch`` starts it.
 
-python -I -S watcher.py FOLDER PROCESS     PROCESS: ``process`` of run.json; standard input ends with the run
+python -I -S watcher.py FOLDER PROCESS DRIVER     PROCESS: ``process`` of run.json; standard input ends with the run
+                                                  DRIVER: its process, by number and start: 4711-123456
 
 It imports little, waits without polling, and has a session of its own, which Ctrl-C and signals to the run do not reach.
 """
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import json
 import os
@@ -15,10 +18,13 @@ import sys
 import time
 
 _TRY_SECONDS, _GIVE_UP_SECONDS = 0.2, 600.0
+# What Ray's processes and theirs have to end by themselves, and then to end by SIGKILL.
+_GRACE_SECONDS, _END_SECONDS = 5.0, 10.0
+_MARK, _SHARED_MEMORY = b"RL_BACKEND_DRIVER=", "/dev/shm"
 
 
-def watch(folder: str, process: str) -> None:
-    """Waits for the end of standard input, then turns the state "running" of the run into "killed"."""
+def watch(folder: str, process: str, driver: str) -> None:
+    """Waits for the end of standard input, then turns the state "running" of the run into "killed"; ends what is left."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     while os.read(0, 1):
@@ -29,6 +35,51 @@ def watch(folder: str, process: str) -> None:
     # A run that ended in order, or that another process continues, is left alone.
     while is_running(folder, process) and not _say_killed(folder, process, ended) and time.monotonic() < deadline:
         time.sleep(_TRY_SECONDS)
+    end_what_is_left(driver)
+
+
+def end_what_is_left(driver: str) -> None:
+    """Ends the processes of a Ray that ``driver`` has started, with all that they started, one that is stopped too; then
+    removes shared memory whose owner has ended. Does nothing while the driver lives.
+    """
+    pid, _, started = driver.partition("-")
+    # A process that ends closes its files first.
+    patience = time.monotonic() + _GRACE_SECONDS
+    while _start_of(pid) == started:
+        if time.monotonic() > patience:
+            return
+        time.sleep(_TRY_SECONDS)
+    grace = time.monotonic() + _GRACE_SECONDS
+    while (left := _started_by(driver)) and time.monotonic() < grace + _END_SECONDS:
+        for each in left if time.monotonic() > grace else ():
+            with contextlib.suppress(OSError):
+                os.kill(each, signal.SIGKILL)
+        time.sleep(_TRY_SECONDS)
+    for name in os.listdir(_SHARED_MEMORY) if os.path.isdir(_SHARED_MEMORY) else ():
+        # rl_backend_weights-NAMESPACE-PID-START-NUMBER, see actors/wire/segment.py
+        kind, *owner = name.split("-")
+        if kind != "rl_backend_weights" or len(owner) != 4 or owner[0] != str(os.stat("/proc/self/ns/pid").st_ino):
+            continue
+        if _start_of(owner[1]) != owner[2]:
+            with contextlib.suppress(OSError):  # of another user, or removed meanwhile
+                os.unlink(os.path.join(_SHARED_MEMORY, name))
+
+
+def _started_by(driver: str) -> list[int]:
+    found = []
+    for pid in filter(str.isdigit, os.listdir("/proc")):
+        with contextlib.suppress(OSError), open(f"/proc/{pid}/environ", "rb") as file:
+            if _MARK + driver.encode() in file.read().split(b"\0") and int(pid) != os.getpid() and _start_of(pid):
+                found.append(int(pid))
+    return found
+
+
+def _start_of(pid: str) -> str:
+    """Empty where none of that number lives; a zombie does not."""
+    with contextlib.suppress(OSError), open(f"/proc/{pid}/stat") as file:
+        state, *fields = file.read().rpartition(")")[2].split()
+        return "" if state in "ZXx" else fields[18]
+    return ""
 
 
 def is_running(folder: str, process: str) -> bool:

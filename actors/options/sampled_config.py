@@ -229,7 +229,10 @@ class SampledOptions(BaseModel):
 REWARDS = OptionSet(
     short={
         "reward": "rewards.functions",
-        **{f"reward_{name}": f"rewards.{name}" for name in ("timeout_seconds", "workers", "processes", "concurrency")},
+        **{
+            f"reward_{name}": f"rewards.{name}"
+            for name in ("timeout_seconds", "workers", "processes", "concurrency", "retries")
+        },
         "on_reward_failure": "rewards.on_failure",
     },
 )

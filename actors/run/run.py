@@ -18,7 +18,7 @@ from actors.checks.preflight import CHOSEN, check_start, kept_choice
 from actors.collect.collector import CollectedBatch, Source
 from actors.folder.checkpoints import StreamPosition
 from actors.folder.folder import RunFolder
-from actors.folder.lock import RunLock, usable_run_dir
+from actors.folder.lock import RunLock, free_disk, usable_run_dir
 from actors.folder.resume import find_start
 from actors.options.config import with_local_model
 from actors.options.policy_options import tenant_config
@@ -30,13 +30,14 @@ from actors.run.saver import RunSaver
 from actors.run.session import Session, borrowed_session, chosen_of, open_session, require_paths
 from actors.run.stop import StopRequest
 from actors.train.model import GroupModel, RouterReplayMode
+from actors.train.recovery import Reshaped
 from actors.watch.console import Phases, StepLines, command_began, say, say_facts, warn
 from actors.watch.engines import EngineEvents
 from actors.watch.health_metrics import HealthWarnings
 from actors.watch.metrics import Clock
 from actors.watch.trace import TraceSource
 from rl_backend.checkpoint.peft_files import write_peft_directory
-from rl_backend.contracts import Head, OptimizerConfig
+from rl_backend.contracts import Head, OptimizerConfig, RLBackendError, RuntimeConfig
 from rl_backend.lab.text import as_number, finite
 
 # Of a checkpoint's state: metrics of its step and health, under names that checkpoints have.
@@ -97,7 +98,7 @@ class Run[C: RunConfig]:
         choice = choose_micro_batch(config, kept)
         self.config = config = choice.config
         self._chosen = choice.facts
-        for warning in check_start(config, session_is_open=session is not None):
+        for warning in [*self.start.warnings(), *check_start(config, session_is_open=session is not None)]:
             warn(warning, label)
         self._borrowed = session
         self._on_step = on_step
@@ -110,7 +111,7 @@ class Run[C: RunConfig]:
         self._trained: tuple[GroupModel, ...] = ()
         self._sampling: Sampling[Any] | None = None
         saved = self.start.progress.state
-        self._health = HealthWarnings(saved.get(_HEALTH))
+        self._health = HealthWarnings(saved.get(_HEALTH), config.health)
         known = saved.get(_METRICS, {}).items()
         self.last_metrics = {name: number for name, value in known if (number := as_number(value)) is not None}
 
@@ -210,17 +211,19 @@ class Run[C: RunConfig]:
         self._clock.lap(phase, max((model.tokens.take() for model in self._trained), default=0))
 
     def end_step(self, metrics: Mapping[str, float]) -> None:
-        """Saves a checkpoint if one is due, logs and prints the step, warns, and commits what is saved by now.
+        """Saves a checkpoint if one is due, logs and prints the step, warns, and commits what is saved by now. Ends the run
+        with an error where the step is beyond one of the ``health`` limits that are to stop it.
 
         The run adds ``tokens_per_second/<phase>`` and ``peak_memory_gib``, of the rank that has held most so far, to
-        ``metrics``, and ``recovery/...`` where training ranks were replaced in the step.
+        ``metrics``, ``recovery/...`` where training ranks were replaced in the step, and ``reshape/...`` where a group got
+        another layout.
         """
         step, clock, sampling = self._step, self._clock, self._sampling
         self.last_metrics = dict(metrics)
         # First: with async_save files are written while the step is evaluated.
         self._saver.save(step, clock)
         measured = {**metrics, **clock.rates, "peak_memory_gib": self._parts.peak_memory / 2**30}
-        warnings = self._health.warnings(step, measured)
+        warnings = self._health.warnings(step, measured | free_disk(self.folder.path))
         also: dict[str, float] = {}
         if sampling is not None:
             measured |= sampling.end_step(step, measured.get("log_prob_gap", 0.0), clock) | self._engines.take()
@@ -235,6 +238,25 @@ class Run[C: RunConfig]:
         self._saver.commit(step, self._state(), self._position)
         if self._on_step:
             self._on_step(step, measured)
+        if self._health.stop:
+            raise RLBackendError(f"{self._health.stop}. The run stops here: health.on_limit=stop")
+        for group in self._parts.groups if step < self.config.steps else ():
+            if group.has_room:
+                self._saver.finish()
+                self._say_reshaped(group.grow())
+
+    def reshape(self, ranks: int, config: RuntimeConfig | None = None, *, group: int = 0, **sizes: int) -> None:
+        """Moves a training group to another number of ranks or another layout between two steps, from memory.
+
+        Arguments and errors are those of :meth:`~actors.train.group.TrainGroup.reshape`. A run that continues from a later
+        checkpoint has the layout of its configuration.
+        """
+        self._saver.finish()
+        self._say_reshaped(self._parts.groups[group].reshape(ranks, config, **sizes))
+
+    def _say_reshaped(self, reshaped: Reshaped | None) -> None:
+        if reshaped is not None:
+            say(f"{self.label}{reshaped.describe()}")
 
     def save_model(self, model: GroupModel, name: str = "model") -> Path:
         """Writes a model as a Hugging Face directory of the run's folder.

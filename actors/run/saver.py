@@ -39,6 +39,7 @@ class RunSaver:
         self._models = models
         keep = config.keep_checkpoints if config.save_every else 0
         self._store = RunCheckpoints(folder.path / CHECKPOINTS, keep or None)
+        self._store.put_aside(start.damaged)
         self._store.clean_up()
         self._run = {**saved_facts(config), "dtype": config.trained_dtype} if config.save_every else {}
         self._saving: int | None = None

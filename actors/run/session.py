@@ -41,7 +41,8 @@ _OF_THE_CLUSTER = {"cores_per_engine", "cores", "placement", "gpus_per_worker", 
 
 # Options of which a session has one value for all of its runs; but for optimizers.
 _OF_ALL_RUNS = {
-    *("train", "rollout", "ranks", "dtype", "placement", "transport", "recover", "rank_silence", "operation_timeout"),
+    *("train", "rollout", "ranks", "min_ranks", "dtype", "placement", "transport", "recover"),
+    *("rank_silence", "operation_timeout"),
 }
 
 
@@ -202,6 +203,7 @@ def open_session(config: RunConfig, phases: Phases | None = None) -> Iterator[Se
                         placement=config.placement,
                         bounds=WaitBounds(config.rank_silence, config.operation_timeout),
                         recover=config.recover if recovers else "off",
+                        min_ranks=config.min_ranks,
                     )
                 )
                 for _ in range(config.training_groups)

@@ -61,7 +61,7 @@ class TokenCount:
 
 @dataclass(eq=False)
 class GroupModel:
-    """The reference to a model of a run: a handle, and the training group that it lives on now.
+    """The reference to a model of a run: a handle, and the training group that it lives on.
 
     Operations on models of one group run one after the other, on models of different groups at the same time.
 
@@ -77,10 +77,6 @@ class GroupModel:
     base: HandleRef | None = None
     hf_path: str = ""
     tokens: TokenCount = field(default_factory=TokenCount, repr=False)
-
-    def point_at(self, group: TrainGroup, handle: HandleRef, base: HandleRef | None = None) -> None:
-        """The model lives on another group from now on; operations that were submitted before are not repeated there."""
-        self.group, self.handle, self.base = group, handle, base
 
     def submit_outputs(
         self,

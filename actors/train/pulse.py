@@ -18,6 +18,8 @@ from actors.train.outcome import RankInfo
 LOOK_SECONDS = 1.0
 # Of a process of this node the kernel says whether it is stopped. Whoever stops one to look at it for a moment may.
 STOPPED_SECONDS = 4.0
+# A wait for an operation is told of when it has lasted so long, and twice as long, and so on.
+LONG_SECONDS = 300.0
 _END_SECONDS = 20.0
 _STACKS_SECONDS = 10.0
 
@@ -63,6 +65,8 @@ class Pulse:
     bounds: WaitBounds
     _ranks: list[_Rank] = field(default_factory=list)
     _looked: float = field(default_factory=lambda: time.monotonic())
+    _waited: float = 0.0
+    _long: float = LONG_SECONDS
 
     def __post_init__(self) -> None:
         self._ranks = [_Rank() for _ in self.workers]
@@ -72,6 +76,7 @@ class Pulse:
         now = time.monotonic()
         # A driver that was stopped itself, or starved, has not waited for anybody meanwhile.
         passed, self._looked = min(now - self._looked, 2 * LOOK_SECONDS), now
+        self._waited += passed
         for number, rank in enumerate(self._ranks):
             self._hear(self.workers[number], rank, passed)
             if number < len(self.infos) and _is_stopped(self.infos[number]):
@@ -90,6 +95,13 @@ class Pulse:
             ),
         ]
         return next(((ranks, how) for ranks, how in found if ranks), None)
+
+    def long_wait(self) -> float:
+        """Seconds of this wait, where somebody should be told of it now; else 0."""
+        if self._waited < self._long:
+            return 0.0
+        self._long *= 2
+        return self._waited
 
     def _hear(self, worker: Any, rank: _Rank, passed: float) -> None:
         if rank.asked is not None and ray.wait([rank.asked], num_returns=1, timeout=0)[0]:

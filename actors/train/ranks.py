@@ -23,9 +23,8 @@ from ray.exceptions import (
 )
 from ray.util.placement_group import PlacementGroup, remove_placement_group
 
-from actors.cluster.memory_death import memory_death
 from actors.cluster.placement import PlacementStrategy, Reservation, memory_environment, reserve, thread_environment
-from actors.cluster.ray_watch import ray_is_usable
+from actors.cluster.ray_watch import memory_death, ray_is_usable
 from actors.cluster.rendezvous import rendezvous_address
 from actors.train.loss import SentLoss
 from actors.train.order import Driver, OperationHeader, this_thread
@@ -41,6 +40,7 @@ from rl_backend.contracts import (
     RuntimeConfig,
 )
 from rl_backend.contracts.atoms import Operation
+from rl_backend.lab.text import duration
 from rl_backend.runtime import check_config
 
 POLL_SECONDS = 0.02
@@ -144,6 +144,7 @@ class TrainRanks:
             ready, pending = ray.wait(pending, num_returns=1, timeout=LOOK_SECONDS if look else wait)
             if not ready and pulse is not None and look:
                 self._require_alive(f"in {title}", pulse)
+                self._say_long_wait(title, pulse, [rank_of[ref] for ref in pending])
                 continue
             if not ready:
                 if failures:
@@ -246,6 +247,11 @@ class TrainRanks:
             where = f" ({', '.join(places)})" if places else ""
             problem = f"rank {', '.join(map(str, ranks))}{where} {how} {when}{self._places_in_code(ranks)}"
             self.fail(problem, ranks=ranks, hung=True)
+
+    def _say_long_wait(self, title: str, pulse: Pulse, ranks: Sequence[int]) -> None:
+        if seconds := pulse.long_wait():
+            who = f"{duration(seconds)} for rank {', '.join(map(str, ranks))}{self._places_in_code(ranks)}"
+            logger.warning("training group %r: %s has waited %s", self.members.name, title, who)
 
     def _places_in_code(self, ranks: Sequence[int]) -> str:
         found = places_in_code([info for info in self.infos if info.rank in ranks])

@@ -1,12 +1,14 @@
-"""Health of a run: warnings in words when its metrics show that it learns nothing."""
+"""Health of a run: warnings in words when its metrics show that it learns nothing, or are beyond a limit of sense."""
 
 from __future__ import annotations
 
 import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
+
+from actors.options.health import HealthLimits
 
 STEPS = 5
 """Steps in a row that something must have lasted before it is warned of."""
@@ -92,13 +94,67 @@ CAUSES: Mapping[str, Cause] = {
 """By name; one that explains another comes before it."""
 
 
-class HealthWarnings:
-    """Watches the metrics of a run's steps, and says in words when it learns nothing."""
+def limit_causes(limits: HealthLimits) -> dict[str, Cause]:
+    """The causes of the limits that are set."""
 
-    def __init__(self, earlier: Mapping[str, Any] | None = None) -> None:
-        earlier = earlier or {}
+    def beyond(limit: float) -> Callable[[float], bool]:
+        return lambda value: not value <= limit  # also of NaN
+
+    def below(limit: float) -> Callable[[float], bool]:
+        return lambda value: value < limit
+
+    found: dict[str, Cause] = {}
+    if limits.skipped_updates is not None:
+        found["skipped_updates"] = replace(CAUSES["skipped_updates"], steps=limits.skipped_updates)
+    if (most := limits.log_prob_gap) is not None:
+        found["log_prob_gap"] = Cause(
+            _where("log_prob_gap", beyond(most)),
+            f"log-probs of trainer and engine differ by {{log_prob_gap:.3g}} nats per token (health.log_prob_gap={most:g}), "
+            "so the run learns from samples of another model; find the step in which log_prob_gap rises, see whether it is "
+            "the dtype, the staleness or a push, and continue from a checkpoint before it",
+            steps=1,
+        )
+    if (most := limits.kl) is not None:
+        found["kl"] = Cause(
+            _where("kl", beyond(most)),
+            f"the policy is {{kl:.3g}} nats per token away from the reference (health.kl={most:g}); continue from an "
+            "earlier checkpoint with a lower lr or a larger kl_coef",
+            steps=1,
+        )
+    if (most := limits.failed_rewards) is not None:
+        for metric, what in ("rewards_failed", "rewards"), ("episodes_failed", "episodes"):
+            found[metric] = Cause(
+                _where(metric, beyond(most)),
+                f"{{{metric}:.0%}} of the step's {what} failed (health.failed_rewards={most:g}); their messages are in "
+                "samples.jsonl",
+                steps=1,
+            )
+    if (least := limits.free_disk_gib) is not None:
+        found["free_disk"] = Cause(
+            _where("free_disk_gib", below(least)),
+            f"{{free_disk_gib:.2f}} GiB are free where the run folder is (health.free_disk_gib={least:g}); make room before "
+            "the next checkpoint",
+            steps=1,
+        )
+    return found
+
+
+class HealthWarnings:
+    """Watches the metrics of a run's steps, and says in words when it learns nothing, or when a limit is passed.
+
+    Attributes:
+        stop: why the run is to end after this step; empty where it may continue.
+    """
+
+    def __init__(self, earlier: Mapping[str, Any] | None = None, limits: HealthLimits | None = None) -> None:
+        earlier, limits = earlier or {}, limits or HealthLimits()
+        watched = limit_causes(limits)
+        unwatched = {"skipped_updates"} - watched.keys()
+        self._causes = {name: each for name, each in {**CAUSES, **watched}.items() if name not in unwatched}
+        self._stopping = frozenset(watched) if limits.on_limit == "stop" else frozenset[str]()
+        self.stop = ""
         self._lasted: dict[str, int] = dict(earlier.get("lasted", {}))
-        self._told: set[str] = set(earlier.get("told", ()))
+        self._told: set[str] = set(earlier.get("told", ())) - self._stopping
 
     @property
     def state(self) -> dict[str, Any]:
@@ -107,7 +163,7 @@ class HealthWarnings:
     def warnings(self, step: int, metrics: Mapping[str, float]) -> list[str]:
         """A sentence for each cause that has lasted its steps and was not told before in the run."""
         found = []
-        for name, cause in CAUSES.items():
+        for name, cause in self._causes.items():
             shown = cause.shows(metrics)
             if shown is None:
                 continue
@@ -118,4 +174,6 @@ class HealthWarnings:
                 # A loop of one's own may log a metric without those that go with it here.
                 said = defaultdict(lambda: math.nan, metrics, steps=self._lasted[name])
                 found.append(f"step {step}: {cause.sentence.format_map(said)}")
+                if name in self._stopping:
+                    self.stop = found[-1]
         return found

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from rl_backend.algorithm import advantages
+from rl_backend.algorithm.advantages import kl_in_reward, token_rewards
 from rl_backend.algorithm.critic import gae_advantages, masked_whiten
 from rl_backend.algorithm.loss_aggregation import masked_sum, sum_by_sequence, zero_masked
 from rl_backend.algorithm.policy import kl_penalty
-from rl_backend.algorithm.rewards import kl_in_reward, token_rewards
 from rl_backend.contracts import EPISODE_SHARE, TARGET_IDS, BatchError, ConfigError, TokenSequence, route_fields
 from rl_backend.data import pack
 

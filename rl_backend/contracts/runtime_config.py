@@ -6,6 +6,7 @@ import os
 import socket
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from datetime import timedelta
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, SerializeAsAny, ValidationInfo, field_validator
@@ -110,10 +111,20 @@ type PipelineSchedule = Literal["auto", "1f1b", "interleaved-1f1b", "zb-h1", "zb
 
 
 class BackendConfig(BaseConfig):
-    """Base of the options of one runtime: what every runtime has."""
+    """Base of the options of one runtime: what every runtime has.
+
+    Attributes:
+        collective_timeout: seconds that a rank waits for the others in a collective. Longer than what one rank may do while
+            they wait: write a Hugging Face directory to a slow disk, say.
+    """
 
     parallel: Annotated[ParallelConfig, MAY_CHANGE] = ParallelConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
+    collective_timeout: Annotated[float, MAY_CHANGE] = Field(default=1800.0, gt=0, le=30 * 86400)
+
+    @property
+    def waits_for_ranks(self) -> timedelta:
+        return timedelta(seconds=self.collective_timeout)
 
 
 BACKEND_CONFIGS: Registry[type[BackendConfig]] = Registry(
@@ -133,6 +144,7 @@ class NativeConfig(BackendConfig):
         reduce_dtype: dtype in which gradients are accumulated and reduced over ranks.
         activation_checkpointing: ``full`` recomputes each layer in the backward pass.
         reshard_after_forward: free gathered parameters between forward and backward.
+        compile: compile layers with ``torch.compile``, in minutes when the first micro-batch comes; needs a C++ compiler.
         log_prob_chunk_tokens: tokens whose full-vocabulary logits are computed at one time.
         share_prefixes: ``auto`` computes tokens once with which several sequences of a micro-batch begin, and keeps those
             sequences together, where the model and the layout can.
@@ -149,6 +161,7 @@ class NativeConfig(BackendConfig):
     reduce_dtype: Literal["float32", "bfloat16"] = "float32"
     activation_checkpointing: Annotated[Literal["none", "full"], MAY_CHANGE] = "none"
     reshard_after_forward: Annotated[bool, MAY_CHANGE] = True
+    compile: Annotated[bool, MAY_CHANGE] = False
     log_prob_chunk_tokens: Annotated[int, MAY_CHANGE] = Field(default=1024, ge=1)
     share_prefixes: Annotated[Literal["auto", "off"], MAY_CHANGE] = "off"
     pipeline_schedule: Annotated[PipelineSchedule, MAY_CHANGE] = "auto"

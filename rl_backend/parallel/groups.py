@@ -25,7 +25,9 @@ LOOPBACK = "127.0.0.1"
 
 # Longer than what one rank may do while the others wait: to write a Hugging Face directory to a slow disk, say.
 COLLECTIVE_TIMEOUT = timedelta(minutes=30)
-"""How long a rank waits for the others, when the groups are made and in every collective."""
+"""How long a rank waits for the others, when the groups are made and in every collective, unless a configuration says
+otherwise.
+"""
 
 _num_met = itertools.count()
 _num_opened = itertools.count()
@@ -107,6 +109,7 @@ class RankGroups:
         world_group: all ranks, for collectives on ``device``.
         host_group: all ranks over gloo, for collectives on the CPU from any one thread at a time; never used by forward,
             backward or the optimizer.
+        timeout: how long a collective waits for a rank.
     """
 
     parallel: ParallelConfig
@@ -117,6 +120,7 @@ class RankGroups:
     replica_group: dist.ProcessGroup
     world_group: dist.ProcessGroup
     host_group: dist.ProcessGroup
+    timeout: timedelta
 
     @property
     def world_size(self) -> int:
@@ -185,16 +189,16 @@ def training_device(name: str) -> torch.device:
     return device
 
 
-def open_groups(parallel: ParallelConfig, device: torch.device) -> ParallelGroups:
+def open_groups(parallel: ParallelConfig, device: torch.device, timeout: timedelta = COLLECTIVE_TIMEOUT) -> ParallelGroups:
     """Makes the groups of the layout. A collective over all ranks of the job.
 
     Uses the default process group, or first makes it: from ``RANK``, ``WORLD_SIZE``, ``MASTER_ADDR`` and ``MASTER_PORT``
     when ``WORLD_SIZE`` is set, else of this process alone. :func:`close_groups` undoes it. Raises :class:`ConfigError`:
     the world size does not fit ``parallel``, or a default group cannot communicate on ``device``.
     """
-    join_default_group(device)
+    join_default_group(device, timeout)
     try:
-        return _open(parallel, device)
+        return _open(parallel, device, timeout)
     except BaseException:
         leave_default_group()
         raise
@@ -214,7 +218,8 @@ def close_groups(groups: ParallelGroups) -> None:
 class _Subgroups:
     """This rank's groups of ranks that differ in some dimensions of a grid only."""
 
-    def __init__(self) -> None:
+    def __init__(self, timeout: timedelta) -> None:
+        self._timeout = timeout
         self.opened: dict[tuple[tuple[int, ...], ...], dist.ProcessGroup] = {}
 
     def along(self, grid: Tensor, *dimensions: int) -> dist.ProcessGroup:
@@ -226,19 +231,19 @@ class _Subgroups:
             return world_group()
         # Each partition of the ranks is opened once: a gloo group costs three threads, one of NCCL memory on the device.
         if partition not in self.opened:
-            mine, _ = dist.new_subgroups_by_enumeration([list(row) for row in partition], timeout=COLLECTIVE_TIMEOUT)
+            mine, _ = dist.new_subgroups_by_enumeration([list(row) for row in partition], timeout=self._timeout)
             assert mine is not None, "every rank is in one row"
             self.opened[partition] = mine
         return self.opened[partition]
 
 
-def _open(parallel: ParallelConfig, device: torch.device) -> ParallelGroups:
+def _open(parallel: ParallelConfig, device: torch.device, timeout: timedelta) -> ParallelGroups:
     world_size = dist.get_world_size()
     dp_size = parallel.data_parallel_size(world_size)
     ranks = torch.arange(world_size)
     dense = ranks.view(parallel.pp, dp_size, parallel.cp, parallel.tp)
     experts = ranks.view(parallel.pp, -1, parallel.ep, parallel.etp)
-    groups = _Subgroups()
+    groups = _Subgroups(timeout)
     pp_group, dp_group, cp_group, tp_group = (groups.along(dense, dimension) for dimension in range(4))
     pp_rank = pp_group.rank()
     # DTensor's caches take meshes of equal names and ranks for one mesh, even after the groups of one are gone.
@@ -254,7 +259,7 @@ def _open(parallel: ParallelConfig, device: torch.device) -> ParallelGroups:
         mesh_dim_names=(edp, ep, etp),
     )
     backend = "fake" if _is_fake() else "gloo"
-    host_group = dist.new_group(backend=backend, timeout=COLLECTIVE_TIMEOUT)
+    host_group = dist.new_group(backend=backend, timeout=timeout)
     return ParallelGroups(
         parallel=parallel,
         device=device,
@@ -275,6 +280,7 @@ def _open(parallel: ParallelConfig, device: torch.device) -> ParallelGroups:
         expert_group=groups.along(experts, 2, 3),
         world_group=world_group(),
         host_group=host_group,
+        timeout=timeout,
         made=(host_group, *groups.opened.values()),
     )
 
@@ -285,20 +291,20 @@ def world_group() -> dist.ProcessGroup:
     return world
 
 
-def join_default_group(device: torch.device) -> None:
+def join_default_group(device: torch.device, timeout: timedelta = COLLECTIVE_TIMEOUT) -> None:
     """Makes the default process group if there is none, and counts its users; :func:`leave_default_group` undoes it. Raises
     :class:`ConfigError`: a default group that cannot communicate on ``device``.
     """
     if not dist.is_initialized():
         on_cuda = device.type == "cuda"
         alone = "WORLD_SIZE" not in os.environ
-        store, rank, world_size = (dist.HashStore(), 0, 1) if alone else job_store(COLLECTIVE_TIMEOUT)  # type: ignore[attr-defined]
+        store, rank, world_size = (dist.HashStore(), 0, 1) if alone else job_store(timeout)  # type: ignore[attr-defined]
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if on_cuda else "gloo",
             store=store,
             rank=rank,
             world_size=world_size,
-            timeout=COLLECTIVE_TIMEOUT,
+            timeout=timeout,
             device_id=device if on_cuda else None,
         )
         _default_group.made_here = True

@@ -5,6 +5,7 @@ from collections.abc import Callable, Generator, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import closing
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal, Self
 from weakref import WeakKeyDictionary
@@ -41,10 +42,11 @@ class CheckpointWriter:
 
     Args:
         host_group: every rank over gloo.
+        timeout: how long a rank waits for the others in the background.
     """
 
-    def __init__(self, host_group: dist.ProcessGroup) -> None:
-        self._group = host_group
+    def __init__(self, host_group: dist.ProcessGroup, timeout: timedelta = COLLECTIVE_TIMEOUT) -> None:
+        self._group, self._timeout = host_group, timeout
         self._background_group: dist.ProcessGroup | None = None
         self._thread: ThreadPoolExecutor | None = None
         self._saves: dict[GuardedHandle, Future[None]] = {}
@@ -149,7 +151,7 @@ class CheckpointWriter:
             return
         if self._thread is None:
             # Collectives of the thread must not meet those of the caller.
-            self._background_group = dist.new_group(backend="gloo", timeout=COLLECTIVE_TIMEOUT)
+            self._background_group = dist.new_group(backend="gloo", timeout=self._timeout)
             self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         assert self._background_group is not None, "made with the thread"
         self._saves[handle] = self._thread.submit(

@@ -72,7 +72,7 @@ class GuardedRuntime[H: GuardedHandle](Runtime[AnyHandle]):
         super().__init__(config)
         self.engine = engine
         self._tenants = Tenants(engine)
-        self._writer = CheckpointWriter(engine.groups.host_group)
+        self._writer = CheckpointWriter(engine.groups.host_group, engine.groups.timeout)
         self._handles: list[H] = []
         self._closed = False
 

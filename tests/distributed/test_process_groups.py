@@ -13,8 +13,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from rl_backend.contracts import ParallelConfig
+from rl_backend.contracts import ParallelConfig, RuntimeConfig
 from rl_backend.parallel.groups import COLLECTIVE_TIMEOUT
+from rl_backend.runtime import create_runtime
 from rl_backend.runtime.native.engine import native_runtime
 from tests.support.native import make_config, train
 from tests.support.rank_pool import RankPool
@@ -60,18 +61,27 @@ def test_without_an_environment_a_process_is_a_job_of_its_own(ranks: RankPool, t
     assert size == 1
 
 
-def timeouts_job(model: str) -> list[timedelta]:
-    """Of the collectives on the device and on the host."""
-    runtime = native_runtime(make_config(model))
-    groups = (runtime.engine.groups.dp_group, runtime.engine.groups.host_group)
-    timeouts = [group._get_backend(torch.device("cpu")).options._timeout for group in groups]
+def timeouts_job(model: str, backend: str, folder: str, port: int, options: dict[str, Any]) -> set[timedelta]:
+    """Of all process groups that a runtime makes, also for what is written in the background."""
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    runtime = create_runtime(RuntimeConfig(hf_path=model, backend=backend, backend_cfg={"device": "cpu", **options}))
+    handle = runtime.build_model()
+    runtime.save_checkpoint(handle, Path(folder) / backend, asynchronous=True)
+    runtime.wait_for_checkpoint(handle)
+    groups = dist.distributed_c10d._world.pg_map
+    timeouts = {group._get_backend(torch.device("cpu")).options._timeout for group in groups}
     runtime.close()
     return timeouts
 
 
-def test_all_collectives_wait_equally_long_for_a_slow_rank(ranks: RankPool, tied_model: Path) -> None:
-    (timeouts,) = ranks.run(timeouts_job, str(tied_model), init_group=False, world_size=1)
-    assert timeouts == [COLLECTIVE_TIMEOUT] * 2
+@pytest.mark.parametrize("backend", ["native", "bridge"])
+def test_all_collectives_wait_as_long_for_a_slow_rank_as_the_configuration_says(
+    ranks: RankPool, tied_model: Path, tmp_path: Path, backend: str
+) -> None:
+    for options, expected in ({}, COLLECTIVE_TIMEOUT), ({"collective_timeout": 77.5}, timedelta(seconds=77.5)):
+        folder = str(tmp_path / str(len(options)))
+        found = ranks.run(timeouts_job, str(tied_model), backend, folder, free_port(), options, init_group=False)
+        assert found == [{expected}] * 2
 
 
 def failing_group_job() -> list[bool]:

@@ -12,8 +12,6 @@ from pathlib import Path
 os.environ.setdefault("TORCH_COMPILE_DISABLE", "1")
 # As many workers as a cluster has CPUs; the actors here have environments of their own and take none of them.
 os.environ.setdefault("RAY_prestart_worker_first_driver", "0")
-# Less than Ray's 15, which the other lane of `make test` has: these tests wait for one process after the other.
-os.environ.setdefault("RAY_worker_niceness", "10")
 
 import pytest
 import ray
@@ -31,10 +29,15 @@ from examples.demo.task import write_task
 from rl_backend.contracts import NativeConfig, OptimizerConfig, RuntimeConfig
 from tests.support.deltanet_engines import DeltaNetEngines
 from tests.support.engines import AdapterGroupOfFaults, GroupOfTurns
+from tests.support.models import write_tiny_qwen3
 from tests.support.rollout import ReferenceTrainer
 from tests.support.served_tenants import CONFIGS, ServedTenants
 
-LEARNED_STEPS = 24
+LEARNED_STEPS = 12
+WARM_STEPS = 450
+"""Of the warm start: fewer than the demo has, and enough that the task can be learned in ten steps."""
+MAX_NUM_SEQS = 120
+"""Of ``rollout_pair``."""
 CLUSTER_CPUS = 24
 """Logical cores of Ray: for all engines and ranks that the fixtures of a session keep, and what runs beside them."""
 
@@ -65,7 +68,7 @@ def rollout_pair(ray_cluster: None, tied_model: Path) -> Iterator[RolloutGroup]:
         max_model_len=384,
         max_num_batched_tokens=384,
         kv_cache_gib=0.25,
-        engine_args={"block_size": 32},
+        engine_args={"block_size": 32, "max_num_seqs": MAX_NUM_SEQS},
     )
     with GroupOfTurns(config) as group:
         yield group
@@ -85,9 +88,47 @@ def rollout_sync(rollout_pair: RolloutGroup, rollout_trainer: ReferenceTrainer) 
 
 
 @pytest.fixture(scope="session")
-def served_tenants(ray_cluster: None, tied_model: Path) -> Iterator[ServedTenants]:
+def train_config(tied_model: Path) -> RuntimeConfig:
+    """Of :func:`two_ranks`, and of what is compared with them."""
+    optimizer = OptimizerConfig(lr=1e-3, lr_decay_style="linear", total_training_steps=20, clip_grad=1.0)
+    native = NativeConfig(device="cpu", optimizer=optimizer)
+    return RuntimeConfig(hf_path=str(tied_model), max_tokens_per_micro_batch=64, backend_cfg=native)
+
+
+@pytest.fixture(scope="session")
+def two_ranks(ray_cluster: None, train_config: RuntimeConfig) -> Iterator[TrainGroup]:
+    """Two native ranks of the tied model, for tests that build models of their own and end no rank."""
+    with TrainGroup(train_config, num_ranks=2) as group:
+        yield group
+
+
+@pytest.fixture(scope="session")
+def four_layers(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_qwen3(tmp_path_factory.mktemp("four_layers"), num_hidden_layers=4)
+
+
+@pytest.fixture(scope="session")
+def random_engine(ray_cluster: None, four_layers: Path) -> Iterator[RolloutGroup]:
+    """An engine of the model of four layers that started with random weights; the last test that has it may close it."""
+    config = RolloutConfig(
+        model_path=str(four_layers), device="cpu", dtype="float32", load_format="dummy", max_model_len=256, kv_cache_gib=0.25
+    )
+    with RolloutGroup(config) as group:
+        yield group
+
+
+@pytest.fixture(scope="session")
+def one_rank(ray_cluster: None, tied_model: Path) -> Iterator[TrainGroup]:
+    """A native rank, for tests that build models of their own, also of a third party's family, and do not end it."""
+    native = NativeConfig(device="cpu")
+    config = RuntimeConfig(plugins=("tests.support.gpt_neox",), hf_path=str(tied_model), backend_cfg=native)
+    with TrainGroup(config) as group:
+        yield group
+
+
+@pytest.fixture(scope="session")
+def served_tenants(one_rank: TrainGroup, tied_model: Path) -> Iterator[ServedTenants]:
     """Three LoRA tenants of one trainer that are pushed to two engines with three slots, none yet."""
-    trained = RuntimeConfig(hf_path=str(tied_model), backend_cfg=NativeConfig(device="cpu"))
     served = RolloutConfig(
         model_path=str(tied_model),
         num_engines=2,
@@ -99,7 +140,8 @@ def served_tenants(ray_cluster: None, tied_model: Path) -> Iterator[ServedTenant
         max_adapter_rank=32,
         max_restarts=0,
     )
-    with TrainGroup(trained, num_ranks=1) as train, AdapterGroupOfFaults(served) as rollout:
+    train = one_rank
+    with AdapterGroupOfFaults(served) as rollout:
         base = train.build_model(trainable=False, name="base")
         # Small: a test takes as many steps as there is time for, and large logits round beyond the tolerance.
         optimizer = OptimizerConfig(lr=4e-3)
@@ -126,18 +168,20 @@ def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def warm_model(task: Path, ray_cluster: None) -> Path:
     """The demo's model after its warm start."""
-    return warm_start(DemoConfig(), task, task.parent)
-
-
-@pytest.fixture(scope="session")
-def learned(task: Path, warm_model: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[RunResult, Path]:
-    """A run of the demo's GRPO, ``LEARNED_STEPS`` long, and its folder."""
-    folder = tmp_path_factory.mktemp("learned")
-    return reinforce(DemoConfig(steps=LEARNED_STEPS), task, warm_model, folder), folder / "grpo"
+    return warm_start(DemoConfig(warm_start_steps=WARM_STEPS), task, task.parent)
 
 
 @pytest.fixture(scope="session")
 def demo_session(task: Path, warm_model: Path) -> Iterator[Session]:
-    """One training rank and one engine for runs of the demo, one after the other."""
-    with open_session(grpo.GRPOConfig(**demo_settings(DemoConfig(), task, warm_model, task.parent))) as session:
+    """One training rank and two engines for runs of the demo, one after the other."""
+    with open_session(grpo.GRPOConfig(**demo_settings(DemoConfig(engines=2), task, warm_model, task.parent))) as session:
         yield session
+
+
+@pytest.fixture(scope="session")
+def learned(
+    task: Path, warm_model: Path, demo_session: Session, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[RunResult, Path]:
+    """A run of the demo's GRPO, ``LEARNED_STEPS`` long, and its folder."""
+    config, folder = DemoConfig(steps=LEARNED_STEPS, engines=2), tmp_path_factory.mktemp("learned")
+    return reinforce(config, task, warm_model, folder, demo_session), folder / "grpo"

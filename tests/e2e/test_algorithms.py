@@ -35,7 +35,7 @@ def require_learned(result: RunResult) -> None:
 
 @pytest.mark.shows("algorithms: PPO with a critic learns the demo task with all models on one group")
 def test_ppo_with_a_critic_learns_the_task(task: Path, warm_model: Path, demo_session: Session, tmp_path: Path) -> None:
-    result = reinforce(DemoConfig(algorithm="ppo", steps=30), task, warm_model, tmp_path, demo_session)
+    result = reinforce(DemoConfig(algorithm="ppo", steps=30, engines=2), task, warm_model, tmp_path, demo_session)
     require_learned(result)
     assert result.max_log_prob_gap <= 1e-5
     metrics = lines(tmp_path / "ppo" / "metrics.jsonl")
@@ -50,7 +50,7 @@ def test_ppo_with_a_critic_learns_the_task(task: Path, warm_model: Path, demo_se
 def test_a_group_for_each_model_gives_the_same_run(
     task: Path, warm_model: Path, demo_session: Session, tmp_path: Path
 ) -> None:
-    settings = demo_settings(DemoConfig(algorithm="ppo", steps=4), task, warm_model, tmp_path)
+    settings = demo_settings(DemoConfig(algorithm="ppo", steps=4, engines=2), task, warm_model, tmp_path)
     options = {"kl_coef": 1e-2, "critic_lr": 1e-3, "critic_warmup_steps": 1, "epochs": 2, "updates_per_step": 2}
     runs = []
     for groups, session in (("one", demo_session), ("each", None)):
@@ -80,7 +80,7 @@ def test_ppo_replays_the_routes_of_its_old_policy(task: Path, warm_model: Path, 
 def test_a_recipe_learns_the_task(
     algorithm: Algorithm, task: Path, warm_model: Path, demo_session: Session, tmp_path: Path
 ) -> None:
-    result = reinforce(DemoConfig(algorithm=algorithm, steps=STEPS), task, warm_model, tmp_path, demo_session)
+    result = reinforce(DemoConfig(algorithm=algorithm, steps=STEPS, engines=2), task, warm_model, tmp_path, demo_session)
     require_learned(result)
     if algorithm == "dapo":
         metrics = lines(tmp_path / "dapo" / "metrics.jsonl")
@@ -94,7 +94,7 @@ def test_a_recipe_learns_the_task(
 def test_sampling_ahead_learns_the_task_and_records_versions(
     task: Path, warm_model: Path, demo_session: Session, tmp_path: Path
 ) -> None:
-    result = reinforce(DemoConfig(steps=STEPS, max_staleness=1), task, warm_model, tmp_path, demo_session)
+    result = reinforce(DemoConfig(steps=STEPS, engines=2, max_staleness=1), task, warm_model, tmp_path, demo_session)
     require_learned(result)
     metrics, samples = lines(tmp_path / "grpo" / "metrics.jsonl"), lines(tmp_path / "grpo" / "samples.jsonl")
     assert [line["staleness_max"] for line in metrics] == [0] + [1] * (STEPS - 1)

@@ -55,7 +55,7 @@ def test_sft_learns_the_turns_of_conversations_in_epochs(chats: Path, ray_cluste
 def test_grpo_samples_answers_to_conversations(
     chats: Path, task: Path, warm_model: Path, demo_session: Session, tmp_path: Path
 ) -> None:
-    settings = demo_settings(DemoConfig(), task, warm_model, tmp_path)
+    settings = demo_settings(DemoConfig(engines=2), task, warm_model, tmp_path)
     changes = {"model": str(chats / "model"), "dataset": str(chats / "one.jsonl"), "steps": 1, "lr_warmup_steps": 0}
     grpo.train(grpo.GRPOConfig(**{**settings, **changes, "eval_dataset": None}), demo_session)
     samples = lines(tmp_path / "grpo" / "samples.jsonl")

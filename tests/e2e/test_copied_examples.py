@@ -122,13 +122,13 @@ def stop_after(last: int) -> Any:
 def test_a_run_in_a_session_that_is_open_is_the_run_that_opens_its_own(
     learned: tuple[RunResult, Path], demo_session: Session, tmp_path: Path
 ) -> None:
-    """The session may have had other runs before; ``learned`` has opened its own."""
+    """``learned`` is a run of this session, which may have had others before."""
     last, reference = 3, learned[1]
     settings = json.loads((reference / "config.json").read_text()) | {"trace": False}
     config = grpo.GRPOConfig(**settings)
-    for name in ("first", "second"):
+    for name, session in (("own", None), ("shared", demo_session)):
         with pytest.raises(StopError):
-            grpo.train(config.replace(run_dir=str(tmp_path / name)), demo_session, stop_after(last))
+            grpo.train(config.replace(run_dir=str(tmp_path / name)), session, stop_after(last))
         assert ray.is_initialized() and demo_session.rollout is not None
         for file in ("metrics.jsonl", "samples.jsonl", "held_out.jsonl"):
             assert lines(tmp_path / name / file, last) == lines(reference / file, last), file

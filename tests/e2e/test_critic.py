@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
-from actors import Loss, RolloutGroup, TrainGroup, WeightSync
-from rl_backend.contracts import BatchError, NativeConfig, OptimizerConfig, RuntimeConfig, UnsupportedError
+from actors import Loss, TrainGroup
+from rl_backend.contracts import BatchError, OptimizerConfig
 from tests.support.critic import transformers_values, write_critic
 from tests.support.sft_batches import random_token_sequences
 
@@ -17,9 +16,8 @@ LENGTHS = [7, 31, 2, 18, 24]
 
 
 @pytest.fixture(scope="module")
-def group(ray_cluster: None, tied_model: Path) -> Iterator[TrainGroup]:
-    with TrainGroup(RuntimeConfig(hf_path=str(tied_model), backend_cfg=NativeConfig(device="cpu")), num_ranks=2) as train:
-        yield train
+def group(two_ranks: TrainGroup) -> TrainGroup:
+    return two_ranks
 
 
 @pytest.mark.shows("critic: one training group holds actor, critic and reference, each with its own directory and optimizer")
@@ -47,12 +45,6 @@ def test_a_critic_beside_an_actor_gives_values_and_learns_at_its_own_rate(
     assert (group.weight_version(actor), group.weight_version(critic)) == (0, 3)
     after = group.forward(actor, sequences).output("log_probs")
     assert all(torch.equal(one, other) for one, other in zip(before, after, strict=True))
-
-
-def test_a_critic_is_not_pushed_to_engines(group: TrainGroup, rollout_pair: RolloutGroup) -> None:
-    critic = group.build_model(name="critic", head="values")
-    with pytest.raises(UnsupportedError, match=r"'critic' has head='values'.*push the policy"):
-        WeightSync(group, rollout_pair, critic)
 
 
 def test_a_loss_that_reads_log_probs_of_a_critic_is_refused_by_name(group: TrainGroup) -> None:

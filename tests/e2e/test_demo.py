@@ -47,8 +47,7 @@ def test_a_run_leaves_a_folder_that_a_program_can_read(learned: tuple[RunResult,
     summary = json.loads((folder / "summary.json").read_text())
     assert summary["held_out_reward_after"] == result.held_out_reward_after
     took = sum(value for line in metrics for name, value in line.items() if name.startswith("seconds/"))
-    assert summary["start_seconds"] > 1, "Ray, a rank and an engine were started"
-    assert summary["seconds"] >= summary["start_seconds"] + 0.9 * took
+    assert summary["start_seconds"] > 0 and summary["seconds"] >= summary["start_seconds"] + 0.9 * took
     assert json.loads((folder / "config.json").read_text())["steps"] == STEPS
     assert list((folder / "tensorboard").glob("events*"))
 
@@ -61,7 +60,7 @@ def test_the_trained_model_is_a_hugging_face_directory(learned: tuple[RunResult,
 @pytest.mark.shows("loop: GRPO with shuffled rewards does not improve")
 @pytest.mark.long
 def test_shuffled_rewards_teach_nothing(task: Path, warm_model: Path, demo_session: Session, tmp_path: Path) -> None:
-    result = reinforce(DemoConfig(steps=FEWER, shuffle_rewards=True), task, warm_model, tmp_path, demo_session)
+    result = reinforce(DemoConfig(steps=FEWER, engines=2, shuffle_rewards=True), task, warm_model, tmp_path, demo_session)
     assert result.held_out_reward_before is not None
     assert result.held_out_reward_after is not None
     assert result.held_out_reward_after <= result.held_out_reward_before + 0.05

@@ -16,8 +16,8 @@ SHORT = ("--warm-start-steps", "300", "--steps", "45")
 
 
 @pytest.mark.shows(
-    "loop: GRPO on Qwen3.5, dense or a mixture with R3, learns the demo task; log-prob gap at most 1e-5; make bench "
-    "NAME=demo_runs runs both, and make test-all neither"
+    "loop: GRPO on Qwen3.5, dense or a mixture with R3, learns the demo task; log-prob gap at most 1e-5; make test-all "
+    "runs neither"
 )
 @pytest.mark.parametrize(
     ("model", "options"), [("qwen3_5", ()), ("qwen3_5_moe", ("--router-replay", "R3"))], ids=["qwen3_5", "qwen3_5_moe R3"]

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import demo_runs
 from tests.support.demos import run_demo
 
 pytestmark = pytest.mark.long
@@ -29,7 +28,7 @@ def test_the_demo_learns_its_task_with_sigmoid_routers(model: str, tmp_path: Pat
 
 @pytest.mark.shows("loop: GRPO on gpt-oss in bfloat16 with R3 learns the demo task; the gap is that of rounding")
 def test_the_demo_learns_its_task_in_bfloat16_with_attention_sinks(tmp_path: Path) -> None:
-    summary = run_demo(tmp_path / "demo", *demo_runs.DEMOS["gpt_oss_R3"])
+    summary = run_demo(tmp_path / "demo", "--model", "gpt_oss", "--router-replay", "R3", "--steps", "150")
     assert (summary["model"], summary["computed_in"]) == ("gpt_oss", "bfloat16")
     assert summary["accuracy_before"] < LEARNED <= summary["accuracy_after"]
     # More than float32 rounds: the engine did compute in bfloat16.

@@ -7,7 +7,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,17 +19,17 @@ from actors.rollout.group import heartbeats
 from actors.rollout.group.engines import EngineSet
 from actors.rollout.group.group import RolloutGroup
 from actors.rollout.group.healing import EngineEvent
-from actors.run.session import Session, open_session
+from actors.run import RunResult
+from actors.run.session import Session
 from actors.sync.push import WeightSync
 from actors.sync.staged_transports import TransportName
 from examples import grpo
-from examples.demo.__main__ import DemoConfig, demo_settings
 from rl_backend.contracts import EngineDeadError
 from tests.support.engines import GroupOfWorkers, GroupWithoutVllm
 from tests.support.rollout import ReferenceTrainer
 from tests.support.runs import of_the_run
 
-STEPS = 4
+LAST = 4
 PROMPTS = [[5, 6, 7, 8], list(range(10, 60)), [9, 8, 7], [44]]
 LONG = SamplingConfig(max_new_tokens=150)
 TOLERANCE = 1e-5
@@ -66,24 +66,13 @@ def is_sampling(group: RolloutGroup, engine: int) -> bool:
     return group.turns.in_flight.get(engine, 0) > 0
 
 
+class StopEarlyError(Exception):
+    """Ends a run whose schedule depends on the number of its steps."""
+
+
 def lines(folder: Path, name: str) -> list[dict[str, Any]]:
-    return [of_the_run(json.loads(line)) for line in (folder / name).read_text().splitlines()]
-
-
-@pytest.fixture(scope="module")
-def session(ray_cluster: None, task: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Session, Any]]:
-    folder = tmp_path_factory.mktemp("recovery")
-    settings = demo_settings(DemoConfig(steps=STEPS, engines=2, trace=False), task, task / "model", folder)
-    with open_session(grpo.GRPOConfig(**settings)) as opened:
-        yield opened, settings
-
-
-@pytest.fixture(scope="module")
-def undisturbed(session: tuple[Session, Any], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    opened, settings = session
-    folder = tmp_path_factory.mktemp("undisturbed")
-    grpo.train(grpo.GRPOConfig(**settings | {"run_dir": str(folder / "run")}), opened)
-    return folder / "run"
+    found = [json.loads(line) for line in (folder / name).read_text().splitlines()]
+    return [of_the_run(line) for line in found if line["step"] <= LAST]
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.long)])
@@ -92,10 +81,13 @@ def undisturbed(session: tuple[Session, Any], tmp_path_factory: pytest.TempPathF
     "those of an undisturbed one; make test-all also stops it by SIGSTOP"
 )
 def test_a_run_whose_engine_is_lost_while_it_samples_is_the_run_that_it_would_have_been(
-    session: tuple[Session, Any], undisturbed: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], number: int
+    learned: tuple[RunResult, Path],
+    demo_session: Session,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    number: int,
 ) -> None:
-    opened, settings = session
-    rollout = opened.rollout
+    rollout, undisturbed = demo_session.rollout, learned[1]
     assert rollout is not None
     heard, old, began = Heard(rollout), process_of(rollout, 1), [0.0]
 
@@ -107,10 +99,14 @@ def test_a_run_whose_engine_is_lost_while_it_samples_is_the_run_that_it_would_ha
     def on_step(step: int, metrics: dict[str, float]) -> None:
         if step == 1:
             threading.Thread(target=disturb).start()
-        if step == STEPS - 1:
+        if step == LAST - 1:
             heard.wait("replaced")
+        if step == LAST:
+            raise StopEarlyError
 
-    grpo.train(grpo.GRPOConfig(**settings | {"run_dir": str(tmp_path / "run")}), opened, on_step)
+    settings = json.loads((undisturbed / "config.json").read_text()) | {"run_dir": str(tmp_path / "run"), "trace": False}
+    with pytest.raises(StopEarlyError):
+        grpo.train(grpo.GRPOConfig(**settings), demo_session, on_step)
     kind = "died" if number == signal.SIGKILL else "hung"
     assert heard.kinds == [kind, "replaced"] and heard.events[0][1] - began[0] < 10
     assert old.has_ended and process_of(rollout, 1) != old and rollout.engines == (0, 1)
@@ -207,24 +203,28 @@ def test_an_engine_whose_worker_is_lost_is_replaced_and_answers_what_it_was_aske
         until(lambda: all(process.has_ended for process in [old, *workers]))
 
 
-@pytest.mark.parametrize("elsewhere", [False, True])
+def assert_that_a_stopped_engine_is_replaced(group: RolloutGroup, seconds: float) -> None:
+    heard, old = Heard(group), process_of(group, 1)
+    pending = group.submit([[1], [2]], SamplingConfig(max_new_tokens=1))
+    busy = group.engine_set.living()[0].hold_gil.remote(8.0)
+    began = time.monotonic()
+    os.kill(old.pid, signal.SIGSTOP)
+    assert heard.wait("hung") - began < seconds
+    assert len(pending.result()) == 2
+    heard.wait("replaced")
+    until(lambda: old.has_ended)
+    assert heard.kinds == ["hung", "replaced"] and group.engines == (0, 1)
+    assert busy is not None and "stopped (SIGSTOP" in heard.events[0][0].reason
+
+
 def test_a_stopped_engine_is_ended_within_seconds_and_a_busy_one_is_not(
-    ray_cluster: None, untied_model: Path, monkeypatch: pytest.MonkeyPatch, elsewhere: bool
+    ray_cluster: None, untied_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if elsewhere:  # as of another node: a task looks at the process there
-        monkeypatch.setattr(heartbeats, "host_identity", lambda: "another host")
     with GroupWithoutVllm(config(untied_model, num_engines=2)) as group:
-        heard, old = Heard(group), process_of(group, 1)
-        pending = group.submit([[1], [2]], SamplingConfig(max_new_tokens=1))
-        busy = group.engine_set.living()[0].hold_gil.remote(8.0)
-        began = time.monotonic()
-        os.kill(old.pid, signal.SIGSTOP)
-        assert heard.wait("hung") - began < (60 if elsewhere else 20)  # processes of the other lane slow the looks
-        assert len(pending.result()) == 2
-        heard.wait("replaced")
-        until(lambda: old.has_ended)
-        assert heard.kinds == ["hung", "replaced"] and group.engines == (0, 1)
-        assert busy is not None and "stopped (SIGSTOP" in heard.events[0][0].reason
+        assert_that_a_stopped_engine_is_replaced(group, 20)
+        # As of another node: a task looks at the process there, and processes of the other lane slow it.
+        monkeypatch.setattr(heartbeats, "host_identity", lambda: "another host")
+        assert_that_a_stopped_engine_is_replaced(group, 60)
 
 
 @pytest.mark.long

@@ -13,6 +13,8 @@ from safetensors.torch import load_file, save_file
 from actors.run import EvalConfig, RunResult, evaluate
 from rl_backend.contracts import ConfigError
 
+FEWER = 256
+
 
 @pytest.mark.shows("model: trainers and engines read the same files; a directory with two versions of a tensor is refused")
 @pytest.mark.shows(
@@ -26,10 +28,12 @@ def test_a_model_is_evaluated_alone_as_the_run_has_evaluated_it(
     for name in ("consolidated", "model_older"):
         # Neither the trainer nor transformers reads them.
         save_file(stale, model / f"{name}.safetensors")
+    fewer = tmp_path / "fewer.jsonl"
+    fewer.write_text("".join(Path(held_out).read_text().splitlines(keepends=True)[:FEWER]))
     sets = {
         "greedy": held_out,
-        "sampled": {"path": held_out, "n": 4, "temperature": 0.8, "top_p": 0.9, "pass_at": [1, 2, 4]},
-        "stopped": {"path": held_out, "stop_strings": ["<end>", "1"], "stop_token_ids": []},
+        "sampled": {"path": str(fewer), "n": 4, "temperature": 0.8, "top_p": 0.9, "pass_at": [1, 2, 4]},
+        "stopped": {"path": str(fewer), "stop_strings": ["<end>", "1"], "stop_token_ids": []},
     }
     config = EvalConfig(
         model=str(model),
@@ -48,8 +52,8 @@ def test_a_model_is_evaluated_alone_as_the_run_has_evaluated_it(
     lines = [json.loads(line) for line in (tmp_path / "out" / "held_out.jsonl").read_text().splitlines()]
     greedy = [line["response"] for line in lines if line["set"] == "greedy"]
     stopped = [line["response"] for line in lines if line["set"] == "stopped"]
-    assert len(lines) == 6 * len(greedy) == 6 * len(stopped)
-    for whole, cut in zip(greedy, stopped, strict=True):
+    assert len(lines) == len(greedy) + 5 * FEWER and len(stopped) == FEWER
+    for whole, cut in zip(greedy, stopped, strict=False):
         assert cut == (whole[: whole.index("1") + 1] if "1" in whole else whole), "up to the string, which belongs to it"
     assert any("1" in cut for cut in stopped) and all(line["finish_reason"] == "stop" for line in lines)
     metrics = json.loads((tmp_path / "out" / "evaluation.json").read_text())["metrics"]

@@ -17,7 +17,7 @@ from actors import HandleRef, Loss, RankContext, RolloutConfig, RolloutGroup, Sa
 from actors.rollout.engine.engine import RolloutEngine
 from actors.rollout.tokens import RolloutTokens
 from rl_backend.cli.main import main
-from rl_backend.contracts import BatchError, NativeConfig, OptimizerConfig, RuntimeConfig, TokenSequence, UnsupportedError
+from rl_backend.contracts import BatchError, OptimizerConfig, TokenSequence, UnsupportedError
 from rl_backend.primitive.router import Router
 from rl_backend.runtime.native.handle import NativeHandle
 from tests.support.models import write_tiny
@@ -132,17 +132,15 @@ def engines(
 
 
 @pytest.fixture(scope="module")
-def group(ray_cluster: None, engines: object, tied_model: Path) -> Iterator[TrainGroup]:
-    """One training group for all families, one of which is a third party's."""
-    native = NativeConfig(device="cpu", optimizer=OptimizerConfig(lr=1e-2))
-    config = RuntimeConfig(plugins=("tests.support.gpt_neox",), hf_path=str(tied_model), backend_cfg=native)
-    with TrainGroup(config) as train:
-        yield train
+def group(engines: object, one_rank: TrainGroup) -> TrainGroup:
+    """One training group for all families, one of which is a third party's, while engines start."""
+    return one_rank
 
 
 @pytest.fixture(scope="module")
 def policies(group: TrainGroup, paths: dict[str, Path]) -> dict[str, HandleRef]:
-    return {family: group.build_model(hf_path=paths[family], name=family) for family in MODELS}
+    optimizer = OptimizerConfig(lr=1e-2)
+    return {family: group.build_model(hf_path=path, name=family, optimizer=optimizer) for family, path in paths.items()}
 
 
 @pytest.mark.long

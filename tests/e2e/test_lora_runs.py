@@ -162,7 +162,8 @@ def test_ppo_trains_actor_and_critic_on_one_base(settings: dict[str, Any], sessi
 def test_merged_pushes_train_as_adapters_do(
     learned: tuple[RunResult, Path], demo_session: Session, settings: dict[str, Any], tmp_path: Path
 ) -> None:
-    config = grpo.GRPOConfig(**{**settings, "run_dir": str(tmp_path / "run"), "lora.push": "merged", "kl_coef": 1e-3})
+    changes = {"run_dir": str(tmp_path / "run"), "engines": 2, "lora.push": "merged", "kl_coef": 1e-3}
+    config = grpo.GRPOConfig(**settings | changes)
 
     def on_step(step: int, metrics: dict[str, float]) -> None:
         if step == 2:
@@ -175,10 +176,10 @@ def test_merged_pushes_train_as_adapters_do(
     assert all(line["log_prob_gap"] <= 1e-5 for line in mine)
 
 
-def test_sft_trains_an_adapter(task: Path, session: Session, tmp_path: Path) -> None:
+def test_sft_trains_an_adapter(task: Path, ray_cluster: None, tmp_path: Path) -> None:
     options = {"model": str(task / "model"), "dataset": str(task / "train.jsonl"), "run_dir": str(tmp_path / "sft")}
     config = sft.SFTConfig(**options, **{"lora.rank": 16, "lr": 1e-2, "steps": 12, "dtype": "float32"})
-    path = sft.train(config, session)
+    path = sft.train(config)
     metrics = lines(tmp_path / "sft" / "metrics.jsonl")
     assert metrics[-1]["nll"] < metrics[0]["nll"]
     assert read_peft_directory(path).parts

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 
@@ -15,14 +15,11 @@ from rl_backend.checkpoint.peft_files import write_peft_directory
 from rl_backend.contracts import (
     BatchError,
     HandleError,
-    NativeConfig,
     OperationOrderError,
     OptimizerConfig,
-    RuntimeConfig,
     TokenSequence,
 )
 from rl_backend.contracts.lora import LORA_FIELD, LoRAConfig
-from tests.support.models import write_tiny_qwen3
 from tests.support.sft_batches import random_token_sequences
 
 NLL = Loss("tests.support.losses:nll_loss")
@@ -37,11 +34,8 @@ STEPS = 3
 
 
 @pytest.fixture(scope="module")
-def group(ray_cluster: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[TrainGroup]:
-    model = write_tiny_qwen3(tmp_path_factory.mktemp("model"))
-    config = RuntimeConfig(hf_path=str(model), max_tokens_per_micro_batch=64, backend_cfg=NativeConfig(device="cpu"))
-    with TrainGroup(config, num_ranks=2) as opened:
-        yield opened
+def group(two_ranks: TrainGroup) -> TrainGroup:
+    return two_ranks
 
 
 @pytest.fixture(scope="module")

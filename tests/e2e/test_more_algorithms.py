@@ -36,7 +36,7 @@ def gain(result: RunResult) -> float:
 def test_a_recipe_learns_the_task(
     algorithm: Algorithm, task: Path, warm_model: Path, demo_session: Session, tmp_path: Path
 ) -> None:
-    config = DemoConfig(algorithm=algorithm, steps=STEPS)
+    config = DemoConfig(algorithm=algorithm, steps=STEPS, engines=2)
     assert gain(reinforce(config, task, warm_model, tmp_path, demo_session)) >= 0.15
 
 
@@ -46,7 +46,7 @@ def test_a_kl_to_a_reference_holds_the_policy_back(
 ) -> None:
     found = {}
     for kl_coef in (1e-3, 10.0):
-        settings = demo_settings(DemoConfig(steps=STEPS), task, warm_model, tmp_path)
+        settings = demo_settings(DemoConfig(steps=STEPS, engines=2), task, warm_model, tmp_path)
         run_dir = tmp_path / f"kl-{kl_coef}"
         result = grpo.train(grpo.GRPOConfig(**{**settings, "kl_coef": kl_coef, "run_dir": str(run_dir)}), demo_session)
         found[kl_coef] = gain(result), [line["kl"] for line in lines(run_dir / "metrics.jsonl")]
@@ -64,7 +64,7 @@ def test_a_kl_to_a_reference_holds_the_policy_back(
 def test_samples_of_some_tokens_only_are_trained_on_with_the_log_probs_that_they_were_sampled_with(
     task: Path, warm_model: Path, demo_session: Session, tmp_path: Path
 ) -> None:
-    settings = demo_settings(DemoConfig(steps=STEPS), task, warm_model, tmp_path)
+    settings = demo_settings(DemoConfig(steps=STEPS, engines=2), task, warm_model, tmp_path)
     cut = {"top_p": 0.9, "top_k": 8, "importance": "truncate", "run_dir": str(tmp_path / "cut")}
     result = grpo.train(grpo.GRPOConfig(**{**settings, **cut}), demo_session)
     found = lines(tmp_path / "cut" / "metrics.jsonl")

@@ -78,10 +78,6 @@ def events(run_dir: Path) -> list[dict[str, Any]]:
     return check_trace(run_dir / "trace.json")
 
 
-def peak_of_rank(context: Any) -> int:
-    return memory.peak_memory()
-
-
 def spans(events: list[dict[str, Any]], process: str) -> list[dict[str, Any]]:
     (pid,) = (event["pid"] for event in events if event["name"] == "process_name" and event["args"]["name"] == process)
     return [event for event in events if event["ph"] == "X" and event["pid"] == pid]
@@ -113,6 +109,9 @@ def test_the_trace_has_every_operation_of_every_rank_with_its_micro_batches(even
 
 
 def test_a_group_knows_the_memory_of_the_rank_that_held_most(train: TrainGroup, run_dir: Path) -> None:
+    def peak_of_rank(context: Any) -> int:
+        return memory.peak_memory()
+
     peaks = train.run_on_ranks(peak_of_rank)
     assert train.peak_memory == pytest.approx(max(peaks), rel=0.02)
 
@@ -158,28 +157,32 @@ def test_recording_ends_with_the_run(run_dir: Path, train: TrainGroup, tmp_path:
     assert operations == [], "nothing of before is in a new trace"
 
 
-@ray.remote
-class OtherHost:
-    """Records what it does, on a clock that is 5 seconds ahead, as on another host."""
+def other_host() -> Any:
+    """An actor whose class is in here, so that it need not import this file."""
 
-    AHEAD = 5_000_000_000
+    class OtherHost:
+        """Records what it does, on a clock that is 5 seconds ahead, as on another host."""
 
-    def __init__(self) -> None:
-        self._recorder = TraceRecorder()
+        AHEAD = 5_000_000_000
 
-    def work(self) -> None:
-        with self._recorder.span("work", "operation"):
-            time.sleep(0.02)
+        def __init__(self) -> None:
+            self._recorder = TraceRecorder()
 
-    def take_trace(self, stop: bool = False) -> TraceBatch:
-        batch = self._recorder.take_batch(stop=stop)
-        events = [event._replace(start=event.start + self.AHEAD) for event in batch.events]
-        return TraceBatch("another host", batch.now + self.AHEAD, events, batch.dropped)
+        def work(self) -> None:
+            with self._recorder.span("work", "operation"):
+                time.sleep(0.02)
+
+        def take_trace(self, stop: bool = False) -> TraceBatch:
+            batch = self._recorder.take_batch(stop=stop)
+            events = [event._replace(start=event.start + self.AHEAD) for event in batch.events]
+            return TraceBatch("another host", batch.now + self.AHEAD, events, batch.dropped)
+
+    return ray.remote(OtherHost).remote()
 
 
 class OneActor:
     def __init__(self) -> None:
-        self.actor: Any = OtherHost.remote()
+        self.actor: Any = other_host()
 
     def trace_actors(self) -> dict[str, Any]:
         return {"rank 0": self.actor}
@@ -208,7 +211,7 @@ def test_a_traced_actor_that_dies_is_named_and_its_successor_is_found(ray_cluste
     with TraceCollector(tmp_path / "trace.json", [source, OneActor()]) as trace:
         ray.kill(source.actor)
         trace.collect()
-        source.actor = OtherHost.remote()
+        source.actor = other_host()
         trace.collect()
         ray.get(source.actor.take_trace.remote())
         ray.get(source.actor.work.remote())
@@ -226,7 +229,8 @@ def test_prometheus_finds_the_metrics_of_run_ranks_and_engines(
 
     def check(found: Served) -> None:
         # Only a push of an adapter sets the first (tests/e2e/test_adapter_sync.py), and only deaths the others.
-        elsewhere = {"rl_backend_adapter_version", "rl_backend_engine_events_total", "rl_backend_recoveries_total"}
+        events = {"rl_backend_engine_events_total", "rl_backend_recoveries_total", "rl_backend_reshapes_total"}
+        elsewhere = {"rl_backend_adapter_version", *events}
         expected = {name for name, metric in METRICS.items() if metric.kind != "histogram"} - elsewhere
         assert expected <= set(found)
         assert {"rl_backend_run_loss", "rl_backend_push_seconds_bucket"} <= set(found)

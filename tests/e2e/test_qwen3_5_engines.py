@@ -32,6 +32,10 @@ class Loop(NamedTuple):
     train: TrainGroup
     rollout: RolloutGroup
 
+    def build(self, *, trainable: bool = True) -> HandleRef:
+        optimizer = OPTIMIZER if trainable else None
+        return self.train.build_model(hf_path=self.rollout.config.model_path, trainable=trainable, optimizer=optimizer)
+
     def sample(self, adapter: str | None = None) -> list[Sample]:
         return self.rollout.generate(PROMPTS, SAMPLING, adapter=adapter)
 
@@ -47,27 +51,27 @@ class Loop(NamedTuple):
 
 
 class Loops:
-    """One trainer for each model, started when it is asked for first."""
+    """Engines and trainers of each model; one in bfloat16 has a trainer of its own."""
 
-    def __init__(self, engines: DeltaNetEngines, stack: ExitStack) -> None:
-        self._engines, self._stack = engines, stack
-        self._train = cache(self._start)
+    def __init__(self, engines: DeltaNetEngines, train: TrainGroup, stack: ExitStack) -> None:
+        self._engines, self._float32, self._stack = engines, train, stack
+        self._in_bfloat16 = cache(self._start)
 
     def loop(self, name: str) -> Loop:
         rollout = self._engines.served(name).rollout
         rollout.forget_weights()
-        return Loop(self._train(name), rollout)
+        return Loop(self._in_bfloat16() if name == "bfloat16" else self._float32, rollout)
 
-    def _start(self, name: str) -> TrainGroup:
-        native = NativeConfig(device="cpu", param_dtype="bfloat16" if name == "bfloat16" else "float32", optimizer=OPTIMIZER)
-        config = RuntimeConfig(hf_path=str(self._engines.model(name)), backend_cfg=native)
+    def _start(self) -> TrainGroup:
+        native = NativeConfig(device="cpu", param_dtype="bfloat16")
+        config = RuntimeConfig(hf_path=str(self._engines.model("bfloat16")), backend_cfg=native)
         return self._stack.enter_context(TrainGroup(config, num_ranks=1))
 
 
 @pytest.fixture(scope="module")
-def loops(deltanet_engines: DeltaNetEngines) -> Iterator[Loops]:
+def loops(deltanet_engines: DeltaNetEngines, one_rank: TrainGroup) -> Iterator[Loops]:
     with ExitStack() as stack:
-        yield Loops(deltanet_engines, stack)
+        yield Loops(deltanet_engines, one_rank, stack)
 
 
 @pytest.mark.shows("weight sync: a Qwen3.5 trained here is served with its log-probs after every push, to 1e-5 in float32")
@@ -75,7 +79,7 @@ def loops(deltanet_engines: DeltaNetEngines) -> Iterator[Loops]:
 @pytest.mark.long
 def test_a_model_is_served_as_it_is_trained(loops: Loops, name: str) -> None:
     loop = loops.loop(name)
-    policy = loop.train.build_model()
+    policy = loop.build()
     with WeightSync(loop.train, loop.rollout, policy) as sync:
         for step in range(3):
             take_step(loop.train, policy, step)
@@ -99,7 +103,7 @@ def test_a_model_is_served_as_it_is_trained(loops: Loops, name: str) -> None:
 )
 def test_a_tenant_is_served_as_it_is_trained(loops: Loops, name: str, feed_forward: tuple[str, ...]) -> None:
     loop = loops.loop(name)
-    base = loop.train.build_model(trainable=False)
+    base = loop.build(trainable=False)
     with WeightSync(loop.train, loop.rollout, base) as of_base:
         of_base.push()
     config = LoRAConfig(rank=4, targets=("attention", *feed_forward))
@@ -121,7 +125,7 @@ def test_a_tenant_is_served_as_it_is_trained(loops: Loops, name: str, feed_forwa
 @pytest.mark.long
 def test_in_bfloat16_the_gap_is_of_rounding_and_does_not_grow_with_pushes(loops: Loops) -> None:
     loop = loops.loop("bfloat16")
-    policy = loop.train.build_model()
+    policy = loop.build()
     with WeightSync(loop.train, loop.rollout, policy) as sync:
         sync.push()
         samples = loop.sample()

@@ -96,7 +96,7 @@ def test_a_killed_sft_run_goes_on_as_if_it_had_not_been(warm_model: Path, tmp_pa
 def test_a_killed_grpo_run_goes_on_as_if_it_had_not_been(
     learned: tuple[RunResult, Path], demo_session: Session, tmp_path: Path
 ) -> None:
-    last, reference = 10, learned[1]
+    last, reference = 6, learned[1]
     settings = json.loads((reference / "config.json").read_text())
     settings |= {"run_dir": str(tmp_path / "run"), "save_every": 2, "resume": "auto", "trace": False}
     kill_after_a_checkpoint("examples.grpo", settings, tmp_path)
@@ -143,7 +143,7 @@ def stop_in_a_step(module: str, options: dict[str, Any], folder: Path, number: i
 def test_a_grpo_run_whose_group_was_stopped_goes_on_as_if_it_had_not_been(
     learned: tuple[RunResult, Path], demo_session: Session, tmp_path: Path, number: int, reason: str
 ) -> None:
-    last, reference = 10, learned[1]
+    last, reference = 8, learned[1]
     settings = json.loads((reference / "config.json").read_text())
     settings |= {"run_dir": str(tmp_path / "run"), "save_every": 1000, "resume": "auto", "trace": False}
     output = stop_in_a_step("examples.grpo", settings, tmp_path, number)

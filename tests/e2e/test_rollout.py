@@ -9,18 +9,19 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from actors.rollout.config import RolloutConfig, SamplingConfig
+from actors.rollout.config import SamplingConfig
 from actors.rollout.group.group import RolloutGroup
 from actors.rollout.messages import sample_seeds
 from actors.sync.push import WeightSync
 from rl_backend.contracts import BatchError, ConfigError, UnsupportedError
+from tests.e2e.conftest import MAX_NUM_SEQS
 from tests.support.rollout import ReferenceTrainer
 
 PROMPTS = [[5, 6, 7], list(range(20, 60)), [9], [100, 90, 80, 70], list(range(3, 120))]
@@ -199,29 +200,24 @@ def slowed(pid: int) -> Iterator[None]:
 
 
 @pytest.mark.shows("rollout: prompts go to engines as they become free: a slow one gets fewer, with the same samples")
-def test_a_slow_engine_gets_fewer_prompts_and_samples_are_those_of_one_engine(ray_cluster: None, tied_model: Path) -> None:
+def test_a_slow_engine_gets_fewer_prompts_and_samples_are_those_of_one_engine(
+    group: RolloutGroup, monkeypatch: pytest.MonkeyPatch
+) -> None:
     sampling, prompts = SamplingConfig(n=2, max_new_tokens=40), PROMPTS * 4
     seeds = sample_seeds(7, 3, len(prompts), 2)
-    config = RolloutConfig(
-        model_path=str(tied_model),
-        num_engines=2,
-        device="cpu",
-        dtype="float32",
-        max_model_len=192,
-        kv_cache_gib=0.25,
-        engine_args={"max_num_seqs": 4},
-    )
-    with RolloutGroup(config) as group:
-        assert {info.room for info in group.infos.values()} == {4}
-        # One after the other all go to the first, which is free.
-        alone = [
-            sample
-            for place, prompt in enumerate(prompts)
-            for sample in group.generate([prompt], sampling, seeds=seeds[2 * place : 2 * place + 2])
-        ]
-        assert {sample.engine for sample in alone} == {0}
-        with slowed(group.infos[1].pid):
-            samples = group.generate(prompts, sampling, seeds=seeds)
+    assert {info.room for info in group.infos.values()} == {MAX_NUM_SEQS}
+    # As if engines took four at a time.
+    for engine, info in group.infos.items():
+        monkeypatch.setitem(group.engine_set._infos, engine, replace(info, room=4))
+    # One after the other all go to the first, which is free.
+    alone = [
+        sample
+        for place, prompt in enumerate(prompts)
+        for sample in group.generate([prompt], sampling, seeds=seeds[2 * place : 2 * place + 2])
+    ]
+    assert {sample.engine for sample in alone} == {0}
+    with slowed(group.infos[1].pid):
+        samples = group.generate(prompts, sampling, seeds=seeds)
     assert [sample.response_ids for sample in samples] == [sample.response_ids for sample in alone]
     for sample, same in zip(samples, alone, strict=True):
         assert sample.log_probs == pytest.approx(same.log_probs, abs=TOLERANCE)

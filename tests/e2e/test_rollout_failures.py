@@ -196,6 +196,7 @@ def test_engines_are_dirty_when_the_trainer_fails_in_the_middle_of_a_stream_and_
     mend(group, 0, 1)
 
 
+@pytest.mark.long
 def test_an_engine_found_dead_by_a_push_leaves_the_others_on_the_old_weights(
     group: RolloutGroup, trainer: ReferenceTrainer, sync: WeightSync
 ) -> None:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
-import sys
 import time
 import urllib.request
 from collections.abc import Iterator
@@ -16,6 +14,7 @@ import openai
 import psutil
 import pytest
 
+from rl_backend.cli.main import main
 from tests.support.chat_templates import CHATML, chat_tokenizer
 from tests.support.libraries import cookbook
 from tests.support.models import write_tiny
@@ -133,11 +132,10 @@ def test_the_openai_package_talks_to_what_is_trained(served: Served, client: Any
             assert text in answer.read().decode()
 
 
-def test_a_second_server_does_not_take_the_port(served: Served, tmp_path: Path) -> None:
+def test_a_second_server_does_not_take_the_port(served: Served, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     port = served.url.rpartition(":")[2]
-    command = (sys.executable, "-m", "rl_backend.cli", "serve", "--model", served.model, "--port", port, "--state", tmp_path)
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120, env=dict(os.environ))
-    assert done.returncode == 2 and f"--port {port}" in done.stderr
+    assert main(["serve", "--model", served.model, "--port", port, "--state", str(tmp_path)]) == 2
+    assert f"--port {port}" in capsys.readouterr().err
 
 
 @pytest.mark.long

@@ -14,9 +14,7 @@ from actors.train.outcome import RemoteTraceback
 from rl_backend.contracts import (
     BatchError,
     HandleError,
-    NativeConfig,
     OperationOrderError,
-    OptimizerConfig,
     RuntimeConfig,
     StepResult,
     TokenSequence,
@@ -35,11 +33,8 @@ type Record = tuple[float, dict[str, float], list[torch.Tensor], StepResult, flo
 
 
 @pytest.fixture(scope="module")
-def config(tied_model: Path) -> RuntimeConfig:
-    optimizer = OptimizerConfig(lr=1e-3, lr_decay_style="linear", total_training_steps=20, clip_grad=1.0)
-    return RuntimeConfig(
-        hf_path=str(tied_model), max_tokens_per_micro_batch=64, backend_cfg=NativeConfig(device="cpu", optimizer=optimizer)
-    )
+def config(train_config: RuntimeConfig) -> RuntimeConfig:
+    return train_config
 
 
 @pytest.fixture(scope="module")
@@ -49,8 +44,11 @@ def sequences() -> list[TokenSequence]:
 
 @pytest.fixture(scope="module", params=[1, 2], ids=["1 rank", "2 ranks"])
 def group(request: pytest.FixtureRequest, ray_cluster: None, config: RuntimeConfig) -> Iterator[TrainGroup]:
-    with TrainGroup(config, num_ranks=request.param) as train:
-        yield train
+    if request.param == 2:
+        yield request.getfixturevalue("two_ranks")
+    else:
+        with TrainGroup(config) as train:
+            yield train
 
 
 @pytest.fixture(scope="module")

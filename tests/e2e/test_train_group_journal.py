@@ -97,8 +97,8 @@ def trained(group: TrainGroup, policy: HandleRef, steps: int, *, wait: bool) -> 
 @pytest.mark.shows("actors: steps submitted without waiting give the same weights as steps waited for, bit for bit")
 def test_a_group_takes_steps_that_nobody_waits_for(ray_cluster: None, model: Path) -> None:
     found = []
-    for wait in (True, False):
-        with TrainGroup(config(model, parallel=ParallelConfig(pp=2)), num_ranks=2) as group:
+    with TrainGroup(config(model, parallel=ParallelConfig(pp=2)), num_ranks=2) as group:
+        for wait in (True, False):
             policy = group.build_model()
             records = trained(group, policy, steps=3, wait=wait)
             results = [(passed.losses, step.ok, step.grad_norm) for passed, step in records]

@@ -39,7 +39,7 @@ SHARED_EXPERT = (*(name.replace("mlp.", "mlp.shared_expert.") for name in FEED_F
 
 
 @pytest.mark.shows("weight sync: Qwen3.5 (dense, mixture) and Qwen3-Next are served in float32 with transformers' log-probs")
-@pytest.mark.parametrize("name", ["dense", "mixture", pytest.param("next", marks=pytest.mark.long)])
+@pytest.mark.parametrize("name", ["dense", *(pytest.param(name, marks=pytest.mark.long) for name in ("mixture", "next"))])
 def test_log_probs_are_transformers_after_every_push(deltanet_engines: DeltaNetEngines, name: str) -> None:
     served = deltanet_engines.served(name)
     assert set(served.rollout.engine_set.call("state_dtypes")[0]) == {"float32"}
@@ -114,7 +114,9 @@ def test_bfloat16_is_computed_by_vllms_own_kernel(deltanet_engines: DeltaNetEngi
 
 
 @pytest.mark.shows("lora: tenants on attention, DeltaNet projections and feed-forward of Qwen3.5 are served on a CPU")
-@pytest.mark.parametrize(("name", "feed_forward"), [("dense", FEED_FORWARD), ("mixture", SHARED_EXPERT)])
+@pytest.mark.parametrize(
+    ("name", "feed_forward"), [("dense", FEED_FORWARD), pytest.param("mixture", SHARED_EXPERT, marks=pytest.mark.long)]
+)
 def test_adapters_of_every_kind_of_module(
     deltanet_engines: DeltaNetEngines, name: str, feed_forward: tuple[str, ...]
 ) -> None:
@@ -164,7 +166,9 @@ def test_slots_of_engines_take_what_a_plan_says(deltanet_engines: DeltaNetEngine
     ("name", "ends", "refusal"),
     [
         ("dense", ("in_proj_z",), r"linear_attn\.in_proj_z takes an adapter beside \S+in_proj_qkv only.*merged=True"),
-        ("mixture", ("mlp.gate",), r"mlp\.gate takes no adapters in this engine .*merged=True"),
+        pytest.param(
+            *("mixture", ("mlp.gate",), r"mlp\.gate takes no adapters in this engine .*merged=True"), marks=pytest.mark.long
+        ),
     ],
 )
 def test_adapters_that_are_refused(

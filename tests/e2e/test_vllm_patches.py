@@ -16,7 +16,7 @@ from actors.rollout.group.group import RolloutGroup
 from actors.rollout.messages import AdapterVersion
 from actors.sync.push import WeightSync
 from actors.wire.factors import PackedFactors
-from rl_backend.contracts import NativeConfig, OptimizerConfig, RuntimeConfig, WeightCheckError
+from rl_backend.contracts import OptimizerConfig, WeightCheckError
 from rl_backend.contracts.lora import LoRAConfig
 from tests.support.rollout import ReferenceTrainer, write_tiny_qwen3_moe
 from tests.support.served_tenants import ServedTenants
@@ -101,33 +101,32 @@ def test_vllm_serves_old_weights_without_the_patch(
 
 
 @pytest.mark.shows("lora: adapters of a mixture's attention are served on a CPU; those of other modules are pushed merged")
-def test_adapters_beside_experts(ray_cluster: None, group: RolloutGroup, moe_model: Path) -> None:
-    config = RuntimeConfig(hf_path=str(moe_model), backend_cfg=NativeConfig(device="cpu"))
+def test_adapters_beside_experts(group: RolloutGroup, moe_model: Path, one_rank: TrainGroup) -> None:
+    train = one_rank
     group.forget_weights()
-    with TrainGroup(config, num_ranks=1) as train:
-        base, optimizer = train.build_model(trainable=False), OptimizerConfig(lr=2e-2)
-        tenants = {
-            name: train.create_lora_adapter(base, LoRAConfig(rank=rank, targets=(name,)), optimizer, name=name)
-            for name, rank in (("attention", 4), ("o_proj", 2))
-        }
-        syncs = {name: WeightSync(train, group, tenant) for name, tenant in tenants.items()}
-        served, tenant = ServedTenants(train, group, base, tenants, syncs), tenants["attention"]
-        served.push_base()
-        for push in range(2):
-            for number, name in enumerate(tenants):
-                served.step(name, 10 * push + number)
-                syncs[name].push()
-            served.assert_served(["attention", "o_proj", None, "o_proj", None, "attention"], served.versions())
-        served.push_base()
-        served.assert_served(["o_proj", "attention", None, "attention", None, "o_proj"], served.versions())
-        assert served.gap(tenant, served.sample(None)) > 1e-5 < served.gap(tenant, served.sample("o_proj"))
-        # Of other modules as they stand, whatever tenants may adapt.
-        factors = train.export_lora_adapter(tenant)
-        moved = {name.replace("self_attn.q_proj", "mlp.experts.0.up_proj"): value for name, value in factors.items()}
-        packed = PackedFactors.of({name: (value, 1.0) for name, value in moved.items()}, "float32")
-        outcome = group.engine_set.call("push_adapter", AdapterVersion("experts", 1, 10**9, 4), packed, packed.digest)[0]
-        assert isinstance(outcome, WeightCheckError)
-        assert re.search(r"mlp\.experts\.0\.up_proj takes no adapters in this engine .* merged=True", str(outcome))
-        with WeightSync(train, group, tenant, merged=True) as of_both:
-            of_both.push()
-        assert served.gap(tenant, served.sample(None)) < 1e-5
+    base, optimizer = train.build_model(hf_path=moe_model, trainable=False), OptimizerConfig(lr=2e-2)
+    tenants = {
+        name: train.create_lora_adapter(base, LoRAConfig(rank=rank, targets=(name,)), optimizer, name=name)
+        for name, rank in (("attention", 4), ("o_proj", 2))
+    }
+    syncs = {name: WeightSync(train, group, tenant) for name, tenant in tenants.items()}
+    served, tenant = ServedTenants(train, group, base, tenants, syncs), tenants["attention"]
+    served.push_base()
+    for push in range(2):
+        for number, name in enumerate(tenants):
+            served.step(name, 10 * push + number)
+            syncs[name].push()
+        served.assert_served(["attention", "o_proj", None, "o_proj", None, "attention"], served.versions())
+    served.push_base()
+    served.assert_served(["o_proj", "attention", None, "attention", None, "o_proj"], served.versions())
+    assert served.gap(tenant, served.sample(None)) > 1e-5 < served.gap(tenant, served.sample("o_proj"))
+    # Of other modules as they stand, whatever tenants may adapt.
+    factors = train.export_lora_adapter(tenant)
+    moved = {name.replace("self_attn.q_proj", "mlp.experts.0.up_proj"): value for name, value in factors.items()}
+    packed = PackedFactors.of({name: (value, 1.0) for name, value in moved.items()}, "float32")
+    outcome = group.engine_set.call("push_adapter", AdapterVersion("experts", 1, 10**9, 4), packed, packed.digest)[0]
+    assert isinstance(outcome, WeightCheckError)
+    assert re.search(r"mlp\.experts\.0\.up_proj takes no adapters in this engine .* merged=True", str(outcome))
+    with WeightSync(train, group, tenant, merged=True) as of_both:
+        of_both.push()
+    assert served.gap(tenant, served.sample(None)) < 1e-5

@@ -177,23 +177,23 @@ def test_a_part_that_cannot_be_checked_is_left_to_the_whole(
     assert_serves(group, trainer, trainer.source.version)
 
 
-def die_while_exporting(context: RankContext, tensors: int) -> None:
-    """From now on this rank ends, as if killed, in the middle of an export."""
-    staged_module.PART_BYTES = 1
-    export = context.runtime.export_weights
-
-    def dying(*args: Any, **kwargs: Any) -> Iterator[tuple[str, Tensor]]:
-        for count, pair in enumerate(export(*args, **kwargs)):
-            if count == tensors:
-                os._exit(1)
-            yield pair
-
-    context.runtime.export_weights = dying
-
-
 def test_a_trainer_that_dies_while_it_stages_leaves_the_engines_with_the_old_weights(
     group: RolloutGroup, trainer: ReferenceTrainer, rollout_sync: WeightSync, tied_model: Path
 ) -> None:
+
+    def die_while_exporting(context: RankContext, tensors: int) -> None:
+        """From now on this rank ends, as if killed, in the middle of an export."""
+        staged_module.PART_BYTES = 1
+        export = context.runtime.export_weights
+
+        def dying(*args: Any, **kwargs: Any) -> Iterator[tuple[str, Tensor]]:
+            for count, pair in enumerate(export(*args, **kwargs)):
+                if count == tensors:
+                    os._exit(1)
+                yield pair
+
+        context.runtime.export_weights = dying
+
     config = RuntimeConfig(hf_path=str(tied_model), backend_cfg=NativeConfig(device="cpu"))
     version = trainer.source.version
     ranks = TrainGroup(config, failure_grace=1.0)

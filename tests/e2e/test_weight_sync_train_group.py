@@ -8,9 +8,16 @@ from pathlib import Path
 import psutil
 import pytest
 
-from actors import HandleRef, Loss, RolloutConfig, RolloutGroup, SamplingConfig, TrainGroup, WeightSync
+from actors import HandleRef, Loss, RolloutGroup, SamplingConfig, TrainGroup, WeightSync
 from actors.wire.segment import DIRECTORY
-from rl_backend.contracts import NativeConfig, OptimizerConfig, RuntimeConfig, TokenSequence, WeightVersionError
+from rl_backend.contracts import (
+    NativeConfig,
+    OptimizerConfig,
+    RuntimeConfig,
+    TokenSequence,
+    UnsupportedError,
+    WeightVersionError,
+)
 from tests.support.listening import family, listening_sockets
 from tests.support.sft_batches import random_token_sequences
 
@@ -20,9 +27,9 @@ TOLERANCE = 1e-5
 
 
 @pytest.fixture(scope="module")
-def train(ray_cluster: None, tied_model: Path) -> Iterator[TrainGroup]:
+def train(ray_cluster: None, four_layers: Path) -> Iterator[TrainGroup]:
     native = NativeConfig(device="cpu", optimizer=OptimizerConfig(lr=1e-2, clip_grad=1.0))
-    config = RuntimeConfig(hf_path=str(tied_model), max_tokens_per_micro_batch=256, backend_cfg=native)
+    config = RuntimeConfig(hf_path=str(four_layers), max_tokens_per_micro_batch=256, backend_cfg=native)
     with TrainGroup(config, num_ranks=2) as group:
         yield group
 
@@ -33,12 +40,9 @@ def policy(train: TrainGroup) -> HandleRef:
 
 
 @pytest.fixture(scope="module")
-def rollout(ray_cluster: None, tied_model: Path) -> Iterator[RolloutGroup]:
-    config = RolloutConfig(
-        model_path=str(tied_model), device="cpu", dtype="float32", load_format="dummy", max_model_len=256, kv_cache_gib=0.25
-    )
-    with RolloutGroup(config) as group:
-        yield group
+def rollout(random_engine: RolloutGroup) -> RolloutGroup:
+    random_engine.forget_weights()  # of other trainers
+    return random_engine
 
 
 def train_one_step(train: TrainGroup, policy: HandleRef, seed: int) -> int:
@@ -78,7 +82,7 @@ def test_engines_and_ranks_agree_on_log_probs_after_every_step(
             assert mean_gap(train, policy, rollout, temperature=0.8) <= TOLERANCE
 
 
-def test_a_second_model_of_the_group_with_older_weights_is_refused(
+def test_a_second_model_of_the_group_with_older_weights_and_a_critic_are_refused(
     train: TrainGroup, policy: HandleRef, rollout: RolloutGroup
 ) -> None:
     train_one_step(train, policy, seed=5)
@@ -88,6 +92,9 @@ def test_a_second_model_of_the_group_with_older_weights_is_refused(
     with WeightSync(train, rollout, fresh) as other, pytest.raises(WeightVersionError, match="refuses the older version 0"):
         other.push()
     assert mean_gap(train, policy, rollout, temperature=1.0) <= TOLERANCE
+    critic = train.build_model(name="critic", head="values")
+    with pytest.raises(UnsupportedError, match=r"'critic' has head='values'.*push the policy"):
+        WeightSync(train, rollout, critic)
 
 
 @pytest.mark.shows("security: ranks, engines, weight transfer and Ray on one machine listen on the loopback address alone")

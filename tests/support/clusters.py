@@ -40,7 +40,7 @@ class OwnCluster:
             "RAY_AUTH_TOKEN": secrets.token_hex(32),
             "RAY_USAGE_STATS_ENABLED": "0",
             "RAY_prestart_worker_first_driver": "0",
-            "RAY_worker_niceness": "10",
+            "RAY_worker_niceness": "0",
             # A raylet whose agent has not registered by then ends, and the whole cluster with it.
             "RAY_agent_register_timeout_ms": "120000",
         }
@@ -118,8 +118,15 @@ class TwoNodes(OwnCluster):
 
     def remove_second_node(self) -> None:
         """Kills the second node's raylet and all that runs under it."""
+        self._tell("remove")
+
+    def add_another_node(self) -> None:
+        """In the place of the one that was removed."""
+        self._tell("add")
+
+    def _tell(self, what: str) -> None:
         assert self._process.stdin is not None
-        self._process.stdin.write("remove\n")
+        self._process.stdin.write(f"{what}\n")
         self._process.stdin.flush()
 
 

@@ -17,7 +17,7 @@ import ray
 from actors import Sample
 from actors.cluster.session import raised_on_sigterm, ray_session
 from actors.collect.inputs import load_scorer
-from actors.collect.scoring import score
+from actors.collect.sample_metrics import score
 from actors.folder.folder import RunFolder
 from actors.run.command_line import run_command
 from rl_backend.contracts import BaseConfig

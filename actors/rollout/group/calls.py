@@ -10,7 +10,7 @@ from typing import Any
 import ray
 from ray.exceptions import RayActorError, RayError, RayTaskError
 
-from actors.cluster.memory_death import memory_death
+from actors.cluster.ray_watch import memory_death
 from actors.rollout.messages import EngineInfo, Response, Routes, Sample, prompt_problem
 from rl_backend.contracts import BatchError, EngineDeadError, RLBackendError, RolloutError
 

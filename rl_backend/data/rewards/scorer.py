@@ -35,6 +35,7 @@ from rl_backend.data.rewards.worker_pool import (
 )
 
 _SILENT_SECONDS = 10.0
+_PAUSE_SECONDS = 0.5
 _ASYNC_AT_ONCE = 64
 
 
@@ -47,10 +48,11 @@ class _Result:
 
 @dataclass(frozen=True)
 class _Failure:
-    """``problem`` begins with what the function did."""
+    """``problem`` begins with what the function did; ``again``: it may do something else when it is called once more."""
 
     problem: str
     error: BaseException | None = None
+    again: bool = True
 
 
 @dataclass(frozen=True)
@@ -80,6 +82,8 @@ class RewardScorer:
     loop, ``concurrency`` calls at once. Plain functions are called one after the
     other by whoever waits for the scores; with ``workers`` above 1 or a limit of time in threads, and with ``processes`` in
     processes, which a limit ends. A thread cannot be ended: a call that takes too long counts as failed, and continues.
+    A call that fails is made ``retries`` times more, after a pause where it does not run in the caller's thread; one that
+    returned no number is not, nor one that took too long in a thread.
 
     ``check`` is called after each plain function that ran in the caller's thread, and raises what that may have caught.
     """
@@ -92,11 +96,14 @@ class RewardScorer:
         workers: int = 1,
         processes: bool = False,
         concurrency: int | None = None,
+        retries: int = 0,
         on_failure: OnFailure = "stop",
         check: Callable[[], None] = lambda: None,
     ) -> None:
         self.rewards = rewards
         self.on_failure = on_failure
+        self._retries = retries
+        self._leaves_threads = not processes
         self._limit = timeout_seconds
         self._check = check
         plain = [index for index, reward in enumerate(rewards) if not reward.is_async]
@@ -185,6 +192,14 @@ class RewardScorer:
         return sorted(tasks, key=lambda task: (task.rows.start, task.index)) if number else []
 
     async def _outcome(self, calls: Sequence[RewardCall], index: int, opened: _Opened) -> Any:
+        for attempt in range(self._retries):
+            result = await self._attempt(calls, index, opened)
+            if not isinstance(result, _Failure) or not result.again:
+                return result
+            await asyncio.sleep(_PAUSE_SECONDS * 2**attempt)
+        return await self._attempt(calls, index, opened)
+
+    async def _attempt(self, calls: Sequence[RewardCall], index: int, opened: _Opened) -> Any:
         reward = self.rewards[index]
         try:
             if not reward.is_async:
@@ -193,7 +208,8 @@ class RewardScorer:
             async with opened.at_once:
                 return await self._call_async(reward, calls)
         except TimeLimitError:
-            return _Failure(f"took longer than reward_timeout_seconds={self._limit:g}")
+            problem = f"took longer than reward_timeout_seconds={self._limit:g}"
+            return _Failure(problem, again=reward.is_async or not self._leaves_threads)
         except (asyncio.CancelledError, RewardError):
             raise
         except BaseException as error:  # noqa: BLE001, a function of the user's may raise anything, and on_failure decides
@@ -209,13 +225,16 @@ class RewardScorer:
         return await within_limit(asyncio.ensure_future(guarded()), self._limit)
 
     def _call_here(self, calls: Sequence[RewardCall], index: int) -> list[_Found]:
-        result: Any
-        try:
-            result = self.rewards[index].function(**self.rewards[index].keywords(calls))
-        except (Exception, SystemExit) as error:  # noqa: BLE001, as in _outcome
-            result = _failure(Raised(error))
-        # A function that catches everything has caught the run's own interruption too.
-        self._check()
+        result: Any = None
+        for _ in range(self._retries + 1):
+            try:
+                result = self.rewards[index].function(**self.rewards[index].keywords(calls))
+            except (Exception, SystemExit) as error:  # noqa: BLE001, as in _attempt
+                result = _failure(Raised(error))
+            # A function that catches everything has caught the run's own interruption too.
+            self._check()
+            if not isinstance(result, _Failure):
+                break
         return self._judged(calls, index, result)
 
     def _judged(self, calls: Sequence[RewardCall], index: int, result: Any) -> list[_Found]:
@@ -361,6 +380,7 @@ class RewardConfig(BaseConfig):
         workers: calls of plain functions at once, in threads; 1 without a limit of time: in the main thread.
         processes: call plain functions in processes, which a time limit ends and which share no memory.
         concurrency: calls of async functions at once; none: 64.
+        retries: more calls in the place of one that raised, ended its process or took too long, before it counts as failed.
         on_failure: when a call raises, takes too long or returns no number: stop the run, count its score as zero, or drop
             the group of its prompt from the batch.
     """
@@ -372,6 +392,7 @@ class RewardConfig(BaseConfig):
     workers: Annotated[int, MAY_CHANGE] = Field(default=1, ge=1)
     processes: Annotated[bool, MAY_CHANGE] = False
     concurrency: Annotated[int | None, MAY_CHANGE] = Field(default=None, ge=1)
+    retries: Annotated[int, MAY_CHANGE] = Field(default=1, ge=0)
     on_failure: OnFailure = "stop"
 
     @field_validator("functions", mode="before")
@@ -427,6 +448,7 @@ class RewardConfig(BaseConfig):
             workers=self.workers,
             processes=self.processes,
             concurrency=self.concurrency,
+            retries=self.retries,
             on_failure=self.on_failure,
             check=check,
         )

@@ -18,6 +18,8 @@ from rl_backend.lab.text import as_number, duration, short
 
 FILE_NAME = "report.html"
 MOST_CHARTS = 120
+# Begin the names of metrics of what befell processes.
+EVENTS, MOST_EVENTS = ("recovery/", "engines/"), 100
 # Points of all curves, which bounds the size of the file, and limits of one curve.
 ALL_POINTS, MOST_POINTS, FEWEST_POINTS = 12_000, 300, 40
 
@@ -56,6 +58,7 @@ def page(data: RunData) -> str:
         most_charts=MOST_CHARTS,
         many_steps=data.steps > EACH_STEP,
         warnings=data.warnings,
+        events=_events(data),
         problems=_problems(data),
         charts=[
             (group, map(draw, charts[:MOST_CHARTS]), ", ".join(chart.title for chart in charts[MOST_CHARTS:]))
@@ -121,6 +124,21 @@ def _problems(data: RunData) -> list[str]:
     if not data.metrics:
         problems.append("metrics.jsonl: no step has been logged")
     return problems if len(problems) <= 12 else [*problems[:12], f"and {len(problems) - 12} more"]
+
+
+def _events(data: RunData) -> list[str]:
+    """What became of the run's processes, and where it was resumed, in the order of its steps."""
+    found: dict[int, list[str]] = {}
+    for name, series in data.metrics.items():
+        if name.startswith(EVENTS):
+            for step, value in zip(series.steps, series.values, strict=True):
+                found.setdefault(step, []).append(f"{name.replace('/', ' ').replace('_', ' ')} {short(value)}")
+    resumed = data.run.get("resumed")
+    for each in resumed if isinstance(resumed, list) else ():
+        if isinstance(each, dict) and isinstance(each.get("after_step"), int):
+            damaged = f", because {', '.join(map(str, each['damaged']))} was damaged" if each.get("damaged") else ""
+            found.setdefault(each["after_step"], []).append(f"resumed after it at {each.get('at')}{damaged}")
+    return [f"step {step}: {', '.join(texts)}" for step, texts in sorted(found.items())][:MOST_EVENTS]
 
 
 def _value(value: Any) -> str:

@@ -33,7 +33,9 @@ class NativeEngine(Engine[NativeHandle]):
 
     def __init__(self, config: RuntimeConfig) -> None:
         self._options = config.options(NativeConfig)
-        self.groups: ParallelGroups = open_groups(self._options.parallel, training_device(self._options.device))
+        self.groups: ParallelGroups = open_groups(
+            self._options.parallel, training_device(self._options.device), self._options.waits_for_ranks
+        )
         # Ranks of one replica must draw the same dropout, those of others different ones.
         torch.manual_seed(config.seed + self.groups.dp_rank)
 

@@ -160,9 +160,11 @@ def check_weights(config: RuntimeConfig, head: Head) -> None:
 
 def check_model_layout(family: ModelFamily, architecture: Any, native: NativeConfig) -> None:
     """Raises :class:`ConfigError` for a layout or a head in float32 that the family does not have, whose sizes do not divide
-    the model, or with a stage that cannot begin where it does.
+    the model, or with a stage that cannot begin where it does; and for layers that cannot be compiled.
     """
-    algorithm(native)
+    schedule = algorithm(native)
+    if native.compile:
+        _check_compiled(family, native, splits_backward=schedule is not None and schedule.splits_backward)
     if native.head_in_float32 and not family.float32_head:
         raise ConfigError.of(
             "NativeConfig.head_in_float32",
@@ -188,6 +190,16 @@ def check_model_layout(family: ModelFamily, architecture: Any, native: NativeCon
         for stage in model_stages(family, architecture, native, pp_rank).values():
             if isinstance(architecture, DecoderSpec):
                 architecture.require_stage(stage.layers)
+
+
+def _check_compiled(family: ModelFamily, native: NativeConfig, *, splits_backward: bool) -> None:
+    reasons = {
+        f"pipeline_schedule={native.pipeline_schedule!r} puts gradients of weights off, which compiled code "
+        "computes together with those of inputs": splits_backward,
+        f"model family {family.name!r} does not say ModelFamily.compiles": not family.compiles,
+    }
+    if found := [reason for reason, holds in reasons.items() if holds]:
+        raise ConfigError.of("NativeConfig.compile", True, f"{', and '.join(found)}; change that, or leave it out")
 
 
 def _require_one(family: ModelFamily, parallel: ParallelConfig, names: Iterable[str], missing: str) -> None:

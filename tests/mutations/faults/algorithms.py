@@ -55,7 +55,7 @@ FAULTS = [
     ),
     Fault(
         "reward-one-token-early",
-        "rl_backend.algorithm.rewards:token_rewards",
+        "rl_backend.algorithm.advantages:token_rewards",
         "row[selected.nonzero()[-1]] = reward",
         "row[selected.nonzero()[-1] - 1] = reward",
         ("test_a_reward_stands_at_the_last_selected_token_and_is_left_out_where_there_is_none",),
@@ -63,7 +63,7 @@ FAULTS = [
     ),
     Fault(
         "kl-added-to-the-reward",
-        "rl_backend.algorithm.rewards:kl_in_reward",
+        "rl_backend.algorithm.advantages:kl_in_reward",
         "return zero_masked(rewards - kl_coef * kl, loss_mask).detach()",
         "return zero_masked(rewards + kl_coef * kl, loss_mask).detach()",
         ("test_kl_is_taken_off_every_response_token",),
@@ -231,7 +231,7 @@ FAULTS = [
     ),
     Fault(
         "overlong-penalty-beyond-its-bound",
-        "rl_backend.algorithm.rewards:overlong_penalty",
+        "rl_backend.algorithm.advantages:overlong_penalty",
         "return -penalty * (excess / buffer_tokens).clamp(min=0.0, max=1.0)",
         "return -penalty * (excess / buffer_tokens).clamp(min=0.0)",
         ("test_overlong_responses_lose_linearly_inside_the_buffer_and_no_more_beyond_it",),
@@ -311,7 +311,7 @@ FAULTS = [
     ),
     Fault(
         "rest-of-the-vocabulary-without-gradient",
-        "rl_backend.algorithm.distillation:_with_rest",
+        "rl_backend.algorithm.policy:_with_rest",
         "return torch.cat([log_probs, rest.clamp(min=1e-7).log()], dim=1)",
         "return torch.cat([log_probs, rest.detach().clamp(min=1e-7).log()], dim=1)",
         ("test_the_kl_is_that_of_k_tokens_and_the_rest_and_its_gradient_that_of_finite_differences",),
@@ -319,7 +319,7 @@ FAULTS = [
     ),
     Fault(
         "overlong-penalty-without-end",
-        "rl_backend.algorithm.rewards:overlong_penalty",
+        "rl_backend.algorithm.advantages:overlong_penalty",
         "return -penalty * (excess / buffer_tokens).clamp(min=0.0, max=1.0)",
         "return -penalty * (excess / buffer_tokens).clamp(min=0.0)",
         ("test_overlong_responses_lose_linearly_inside_the_buffer_and_no_more_beyond_it",),

@@ -42,7 +42,7 @@ FAULTS = [
     ),
     Fault(
         "the-other-workers-wait-for-a-lost-one",
-        "actors.rollout.engine.workers:Workers.check",
+        "actors.rollout.engine.in_process:Workers.check",
         "process.kill()",
         "pass",
         ("test_an_engine_with_a_lost_worker_says_so_and_ends_the_others",),

@@ -209,7 +209,7 @@ FAULTS = [
     ),
     Fault(
         "endpoint-open-to-everyone",
-        "adapters.verifiers.endpoint:TokenEndpoint._session",
+        "adapters.verifiers.player:TokenEndpoint._session",
         'found = self._sessions.get(request.headers.get(TOKEN_HEADER, ""))',
         "found = next(iter(self._sessions.values()), None)",
         ("test_nobody_without_the_token_of_an_episode_is_answered",),

@@ -12,7 +12,7 @@ _ERROR = "test_the_error_is_that_of_the_mean_over_prompts"
 FAULTS = [
     Fault(
         "pass-at-k-by-the-share-that-passes",
-        "rl_backend.algorithm.estimates:pass_at_k",
+        "actors.collect.held_out:pass_at_k",
         "return 1.0 - math.comb(responses - passed, k) / math.comb(responses, k)",
         "return 1.0 - (1.0 - passed / responses) ** k",
         ("test_pass_at_k_is_the_share_of_all_draws_of_k_responses_in_which_one_passes",),
@@ -20,7 +20,7 @@ FAULTS = [
     ),
     Fault(
         "error-of-one-prompt",
-        "rl_backend.algorithm.estimates:mean_over_prompts",
+        "actors.collect.held_out:mean_over_prompts",
         "error = statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else None",
         "error = statistics.stdev(values) if len(values) > 1 else None",
         (_ERROR,),
@@ -28,7 +28,7 @@ FAULTS = [
     ),
     Fault(
         "error-of-a-whole-population",
-        "rl_backend.algorithm.estimates:mean_over_prompts",
+        "actors.collect.held_out:mean_over_prompts",
         "error = statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else None",
         "error = statistics.pstdev(values) / math.sqrt(len(values)) if len(values) > 1 else None",
         (_ERROR,),

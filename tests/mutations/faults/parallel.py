@@ -209,4 +209,12 @@ FAULTS = [
         ("test_packed_experts_are_exported_as_the_directory_holds_them[mixtral-32768-1]",),
         "every expert would be exported as the first",
     ),
+    Fault(
+        "the-host-s-collectives-wait-as-they-like",
+        "rl_backend.parallel.groups:_open",
+        "host_group = dist.new_group(backend=backend, timeout=timeout)",
+        "host_group = dist.new_group(backend=backend, timeout=COLLECTIVE_TIMEOUT)",
+        ("test_all_collectives_wait_as_long_for_a_slow_rank_as_the_configuration_says",),
+        "a rank that hangs in a save would be waited for half an hour, whatever collective_timeout says",
+    ),
 ]

@@ -41,7 +41,7 @@ FAULTS = [
     ),
     Fault(
         "limit-counts-the-wait-for-a-worker",
-        "rl_backend.data.rewards.scorer:RewardScorer._outcome",
+        "rl_backend.data.rewards.scorer:RewardScorer._attempt",
         "opened.pool.call(self._pool_of[index], reward.keywords(calls))",
         "asyncio.wait_for(opened.pool.call(self._pool_of[index], reward.keywords(calls)), self._limit)",
         ("test_a_call_waits_for_its_turn_without_losing_time",),
@@ -201,5 +201,13 @@ FAULTS = [
         'return _Failure(f"raised {what_it_raised(raised.error)}")',
         ("test_a_call_that_fails_stops_the_run_and_is_shown",),
         "nobody would see where in a reward function it failed",
+    ),
+    Fault(
+        "calls-that-still-run-are-made-again",
+        "rl_backend.data.rewards.scorer:RewardScorer._outcome",
+        "if not isinstance(result, _Failure) or not result.again:",
+        "if not isinstance(result, _Failure):",
+        ("test_a_call_that_took_too_long_is_made_again_where_it_has_ended",),
+        "every call that hangs would leave two threads behind, and 32 of them would end the run",
     ),
 ]

@@ -51,6 +51,14 @@ FAULTS = [
         "a resumed run would have steps that nobody has taken",
     ),
     Fault(
+        "models-of-a-checkpoint-are-not-read",
+        "actors.folder.checkpoints:read_whole",
+        "require_written(model, name, facts)",
+        "pass",
+        ("test_damaged_checkpoints_are_passed_over_where_that_is_asked",),
+        "ranks would refuse the checkpoint that the run was to fall back from, after all has started",
+    ),
+    Fault(
         "files-named-before-they-are-on-the-disk",
         "rl_backend.checkpoint.durable_commit:write_synced",
         "os.fsync(stream.fileno())",
@@ -77,7 +85,7 @@ FAULTS = [
     Fault(
         "earlier-checkpoints-in-their-own-folder",
         "actors.folder.resume:find_start",
-        "if newest is not None and newest > checkpoint.step:",
+        "if newest is not None and newest > checkpoint.step and not damaged:",
         "if False:",
         ("test_an_earlier_checkpoint_goes_on_in_a_new_folder_and_leaves_the_later_ones_alone",),
         "later checkpoints would be mixed with those of another run",
@@ -337,5 +345,21 @@ FAULTS = [
         "committed = self._store.latest()",
         ("test_a_run_that_ends_early_has_a_checkpoint_of_its_last_step_when_that_is_written",),
         "the checkpoint before would be named as the run's last",
+    ),
+    Fault(
+        "ray-is-started-once",
+        "actors.cluster.session:_start_patiently",
+        "if not pause:",
+        "if True:",
+        ("test_ray_that_does_not_start_is_started_again",),
+        "a busy machine would end a run before it has begun",
+    ),
+    Fault(
+        "a-killed-run-leaves-what-is-stopped",
+        "actors.folder.watcher:end_what_is_left",
+        "os.kill(each, signal.SIGKILL)",
+        "pass",
+        ("test_what_a_killed_run_has_started_through_ray_is_ended_and_its_memory_removed",),
+        "an engine that was stopped would hold its memory for ever, and wake up in a folder of another run",
     ),
 ]

@@ -130,7 +130,7 @@ FAULTS = [
         "actors.wire.segment:stale_segments",
         'start_time(int(match["pid"])) != match["start"]',
         "True",
-        ("test_segments_of_killed_processes_are_removed_and_those_of_living_ones_are_not",),
+        ("test_segments_whose_owners_have_ended_are_removed",),
         "one run would take another's weights away",
     ),
     Fault(
@@ -138,7 +138,7 @@ FAULTS = [
         "actors.wire.segment:map_segment",
         "if size < nbytes:",
         "if size < 0:",
-        ("test_a_segment_that_is_not_there_or_too_short_is_refused",),
+        ("test_what_one_writes_the_other_reads_and_the_file_goes_with_its_owner",),
         "an engine would end with SIGBUS",
     ),
     Fault(

@@ -54,7 +54,7 @@ FAULTS = [
     Fault(
         "warnings-told-again-after-a-resume",
         "actors.watch.health_metrics:HealthWarnings.__init__",
-        'self._told: set[str] = set(earlier.get("told", ()))',
+        'self._told: set[str] = set(earlier.get("told", ())) - self._stopping',
         "self._told: set[str] = set()",
         ("test_what_lasts_and_what_was_told_survive_a_resume",),
         "every resume would warn anew",
@@ -62,8 +62,8 @@ FAULTS = [
     Fault(
         "a-resumed-run-forgets-what-lasts",
         "actors.run.run:Run.__init__",
-        "self._health = HealthWarnings(saved.get(_HEALTH))",
-        "self._health = HealthWarnings()",
+        "self._health = HealthWarnings(saved.get(_HEALTH), config.health)",
+        "self._health = HealthWarnings(None, config.health)",
         ("test_a_resumed_run_goes_on_counting_what_lasts",),
         "a run that is resumed every few steps would never be warned",
     ),
@@ -106,5 +106,21 @@ FAULTS = [
         "pass",
         ("test_a_steps_unknown_tokens_are_a_metric",),
         "a run would train on ids that decode to nothing, without a word",
+    ),
+    Fault(
+        "a-limit-stops-no-run",
+        "actors.run.run:Run.end_step",
+        "if self._health.stop:",
+        "if False:",
+        ("test_a_run_ends_after_the_step_that_is_beyond_a_limit",),
+        "a run that is to stop would train on, from samples of another model",
+    ),
+    Fault(
+        "no-number-is-within-a-limit",
+        "actors.watch.health_metrics:limit_causes",
+        "return lambda value: not value <= limit  # also of NaN",
+        "return lambda value: value > limit",
+        ("test_a_step_beyond_a_limit_is_told_once_or_stops_the_run",),
+        "a KL of NaN would pass",
     ),
 ]

@@ -7,6 +7,7 @@ import math
 import os
 import subprocess
 import sys
+import time
 import uuid
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,7 +20,18 @@ from actors.rollout.group.healing import EngineEvent
 from actors.train.recovery import Recovered
 from actors.watch.engines import EngineEvents
 from benchmarks.process_use import MARK, kind_of, processes
-from benchmarks.recovery import SETTINGS, Fault, attribute, draw, figures
+from benchmarks.recovery import (
+    ENDING,
+    PAUSE_SECONDS,
+    SETTINGS,
+    UNDISTURBED,
+    Fault,
+    attribute,
+    draw,
+    figures,
+    fill,
+    place_of,
+)
 from rl_backend.contracts import EngineDeadError
 from tests.support.runs import differences, outcome, write_run
 
@@ -37,7 +49,34 @@ def test_faults_are_drawn_by_the_number_of_a_trial_and_every_place_has_its_turn(
         assert [each.moment for each in faults] == sorted(each.moment for each in faults)
         assert all(0 <= each.moment <= 10.2 and each.at == math.inf for each in faults)
     assert {each.kind for faults in drawn for each in faults} == {"kill", "stop"}
-    assert all(set(places) <= {"rank", "engine", "worker"} for _, _, places in SETTINGS.values())
+    assert all(set(places) <= {"rank", "engine", "worker", "holder", *ENDING} for _, _, places in SETTINGS.values())
+    endings = [draw("sft_ends", number, 10, tuple(ENDING)) for number in range(200)]
+    assert all(len(faults) == 1 for faults in endings), "after it the run is another one"
+    assert {(each.place, each.kind) for (each,) in endings} == {(place, kind) for place in ENDING for kind in ENDING[place]}
+    assert min(each.moment for (each,) in endings) < 0 and set(UNDISTURBED.values()) <= set(SETTINGS) - {*UNDISTURBED}
+
+
+def test_a_driver_that_is_stopped_is_continued_and_others_are_when_their_place_is_taken() -> None:
+    now, process = time.monotonic(), Process.of(os.getpid())
+    early, late = (
+        Fault("stop", "driver", 1.5, 0.0, process, now - seconds) for seconds in (PAUSE_SECONDS / 2, PAUSE_SECONDS)
+    )
+    assert [each.wakes() for each in (early, late, fault("driver", now))] == [False, True, False]
+    rank = Fault("stop", "rank", 1.5, 0.0, process, now - 100)
+    assert not rank.wakes()
+    rank.back = now
+    assert rank.wakes() and not Fault("stop", "rank", 1.5, 0.0, Process(process.pid, "1"), now, back=now).wakes()
+
+
+def test_a_small_file_system_is_filled_to_the_last_page(tmp_path: Path) -> None:
+    mounted = subprocess.run(("mount", "-t", "tmpfs", "-o", "size=3m", "tmpfs", tmp_path), check=False, capture_output=True)
+    if mounted.returncode:
+        pytest.skip(f"mounting a small file system is not allowed here: {mounted.stderr.decode()}")
+    try:
+        fill(tmp_path)
+        assert os.statvfs(tmp_path).f_bavail == 0
+    finally:
+        subprocess.run(("umount", "--lazy", tmp_path), check=True)
 
 
 def rank_line(pid: int, seconds: float) -> str:
@@ -86,6 +125,9 @@ def test_processes_are_found_by_what_they_inherit_and_told_apart() -> None:
     assert found[0] == made.pid and kind_of(found[1]) == "rest"
     titles = ("ray::TrainWorker.execute", "ray::RolloutEngine", "VLLM::Worker_TP1", "ray::IDLE")
     assert [kind_of(title) for title in titles] == ["rank", "engine", "worker", "rest"]
+    ray = "/a/.venv/lib/python3.12/site-packages/ray/core/src/ray"
+    titles += (f"{ray}/gcs/gcs_server --a", f"{ray}/raylet/raylet --b", "ray::MemoryHolder.keep", f"python {ray}/raylet")
+    assert [place_of(title) for title in titles[2:]] == ["worker", "rest", "gcs", "raylet", "holder", "rest"]
     assert list(processes("none")) == []
 
 

@@ -16,7 +16,7 @@ from actors import Sample
 from actors.cluster.placement import gpus_each
 from actors.collect.inputs import load_inputs
 from actors.collect.prompts import TrainingBatch
-from actors.collect.scoring import score
+from actors.collect.sample_metrics import score
 from actors.collect.stop_tokens import stop_token_ids
 from actors.folder.folder import RunFolder
 from examples.demo.__main__ import RECIPES, Algorithm, DemoConfig, demo_settings

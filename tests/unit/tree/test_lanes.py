@@ -85,10 +85,14 @@ def test_an_interrupted_suite_runs_the_ends_of_its_fixtures(tmp_path: Path, numb
 def test_the_lanes_hold_every_folder_of_tests() -> None:
     folders = {f"tests/{path.relative_to(ROOT).parts[1]}" for path in (ROOT / "tests").rglob("test_*.py")}
     first, second = lanes.LANES
-    assert folders == {each for each in first + second if not each.startswith("--")} - {*lanes.FIRST, *lanes.VERL}
+    assert folders == {each for each in first + second if not each.startswith("--")} - {
+        *lanes.FIRST,
+        *lanes.VERL,
+        *lanes.RANKS,
+    }
     for folder in lanes.FIRST:
         assert (ROOT / folder).is_dir() and f"--ignore={folder}" in second and folder in first
-    for file in lanes.VERL:
+    for file in (*lanes.VERL, *lanes.RANKS):
         assert (ROOT / file).is_file() and f"--ignore={file}" in first and file in second
     assert all("--suite" in lane for lane in lanes.LANES if any(each.endswith(".py") for each in lane if each[0] != "-"))
 

@@ -122,7 +122,7 @@ BAD_IMPORTS = {
     "rl_backend/contracts/errors.py": "import rl_backend.runtime.interface",
     "rl_backend/model/registry.py": "import rl_backend.runtime.registry",
     "rl_backend/primitive/rope.py": "def f() -> None:\n    import ray",
-    "rl_backend/algorithm/rewards.py": "import rl_backend.cli.main",
+    "rl_backend/algorithm/advantages.py": "import rl_backend.cli.main",
     "rl_backend/data/micro_batches.py": "import rl_backend.model.registry",
     "rl_backend/runtime/registry.py": "import rl_backend.lab.parity",
     "rl_backend/__init__.py": "import actors",

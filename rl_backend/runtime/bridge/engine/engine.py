@@ -5,22 +5,26 @@ from contextlib import AbstractContextManager
 
 import torch
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+from megatron.core.tensor_parallel import random as streams
 from torch import Tensor
 
 from rl_backend.checkpoint.manifest import TrainingManifest
 from rl_backend.checkpoint.state_in_memory import StateSource
-from rl_backend.checkpoint.training_state import StateTensors
-from rl_backend.contracts import ForwardResult, Head, RuntimeConfig, export_dtype
+from rl_backend.checkpoint.training_state import MOMENTS, RANDOM, WEIGHTS, StateTensors, TensorPieces
+from rl_backend.contracts import CheckpointError, ForwardResult, Head, RuntimeConfig, export_dtype
 from rl_backend.parallel.groups import training_device
+from rl_backend.runtime import checkpoints
 from rl_backend.runtime.bridge.config import BridgeConfig
-from rl_backend.runtime.bridge.engine.checkpoints import all_tensors, load_training_checkpoint, training_manifest
 from rl_backend.runtime.bridge.engine.forward_backward import record_activations, run_micro_batches
 from rl_backend.runtime.bridge.engine.handle import BridgeHandle, build_handle
+from rl_backend.runtime.bridge.engine.optimizer import ParameterState, num_steps, parameter_states, set_num_steps
+from rl_backend.runtime.bridge.engine.sharding import Block, StoredNames, model_blocks, pieces_of
 from rl_backend.runtime.bridge.installed import quiet
 from rl_backend.runtime.bridge.megatron.cpu import iterate_on_cpu, on_cpu
 from rl_backend.runtime.bridge.megatron.groups import BridgeGroups, close_groups, open_groups
 from rl_backend.runtime.bridge.model.conversion import Conversion
 from rl_backend.runtime.bridge.passes.gradients import accumulated_gradients, gather_gradients
+from rl_backend.runtime.checkpoints import Differs
 from rl_backend.runtime.engine import Engine
 from rl_backend.runtime.export_stream import WeightStream, plan_buckets, start_stream
 from rl_backend.runtime.guarded import GuardedRuntime
@@ -32,7 +36,7 @@ class BridgeEngine(Engine[BridgeHandle]):
 
     def __init__(self, config: RuntimeConfig) -> None:
         options = config.options(BridgeConfig)
-        self.groups: BridgeGroups = open_groups(options.parallel, training_device(options.device))
+        self.groups: BridgeGroups = open_groups(options.parallel, training_device(options.device), options.waits_for_ranks)
         try:
             with self.active():
                 model_parallel_cuda_manual_seed(config.seed, force_reset_rng=True)
@@ -135,3 +139,120 @@ def bridge_runtime(config: RuntimeConfig) -> BridgeRuntime:
     Raises :class:`ConfigError`: the world size, the device or the environment does not fit ``config``.
     """
     return GuardedRuntime(config, BridgeEngine(config))
+
+
+_TRACKED = f"{RANDOM}megatron."
+
+
+def all_tensors(handle: BridgeHandle) -> StateTensors:
+    """Weights, moments and random state by name: pieces of Hugging Face's tensors; of a forward-only handle the weights."""
+    # The float32 masters, of which a data-parallel rank has a part, stand for the weights.
+    blocks = model_blocks(handle.models, _names(handle))
+    if handle.optimizer is None:
+        return _model_tensors(blocks, ())
+    handle.finish_parameter_gathers()
+    states = list(parameter_states(handle.optimizer.megatron))
+    moments: dict[str, TensorPieces] = {}
+    for name, prefix in MOMENTS.items():
+        moments |= {prefix + key: pieces for key, pieces in pieces_of(blocks, _held(name, states)).items()}
+    return {**_model_tensors(blocks, states), **moments, **_random_state(handle)}
+
+
+def training_manifest(handle: BridgeHandle) -> TrainingManifest:
+    """Everything of the training state that is not a tensor."""
+    optimizer = handle.trainer
+    return checkpoints.training_manifest(
+        handle,
+        private=_names(handle).private,
+        schedule_steps=int(optimizer.scheduler.num_steps),
+        optimizer_steps=num_steps(optimizer.megatron),
+    )
+
+
+def load_training_checkpoint(handle: BridgeHandle, path: StateSource) -> TrainingManifest:
+    """Restores a handle from ``path``; a forward-only one takes the weights and their version. Gradients are left alone."""
+
+    def require_even_steps(manifest: TrainingManifest) -> None:
+        for name, steps in manifest.fewer_steps.items() if handle.optimizer is not None else ():
+            raise CheckpointError.at(
+                path,
+                f"counts {steps} optimizer steps for {name} and {manifest.optimizer_steps} for most others, as it had no "
+                "gradient in the rest; Megatron's Adam counts them for all together, so load it with backend='native'",
+            )
+
+    manifest, loaded = checkpoints.load_state(
+        handle,
+        path,
+        all_tensors,
+        check=require_even_steps,
+        differs=_differs,
+        earlier=lambda name: name.replace(_tracked_on(handle), _TRACKED, 1),
+    )
+    if handle.optimizer is not None:
+        # Rounds masters to the dtype of the weights and gathers these.
+        for state in parameter_states(handle.optimizer.megatron):
+            # In float32 a master is a view of the weight.
+            if state.parameter.dtype != torch.float32:
+                state.parameter.detach().view(-1)[state.start : state.end].copy_(state.tensors["param"])
+        for chunk in handle.chunks:
+            chunk.start_param_sync(force_sync=True)
+        set_num_steps(handle.optimizer.megatron, manifest.optimizer_steps)
+        handle.optimizer.restore_schedule(manifest.schedule_steps)
+        _restore_random_state(handle, loaded)
+    return manifest
+
+
+def _model_tensors(blocks: Sequence[Block], states: Sequence[ParameterState]) -> StateTensors:
+    """Masters of what is trained; the rest as it is in the model."""
+    whole = [each.tensor for each in blocks if not (states and each.tensor.requires_grad)]
+    flat = {id(tensor): (0, tensor.numel(), tensor.detach().view(-1)) for tensor in whole}
+    return {WEIGHTS + key: pieces for key, pieces in pieces_of(blocks, {**flat, **_held("param", states)}).items()}
+
+
+def _held(name: str, states: Sequence[ParameterState]) -> dict[int, tuple[int, int, Tensor]]:
+    """What the optimizer holds for this rank's part of each parameter, as :func:`pieces_of` takes it."""
+    return {id(state.parameter): (state.start, state.end, state.tensors[name].detach()) for state in states}
+
+
+def _random_state(handle: BridgeHandle) -> dict[str, Tensor]:
+    """Under names that no two ranks share."""
+    states = checkpoints.random_state(handle.groups.device)
+    for name, state in streams.get_cuda_rng_tracker().get_states().items():
+        # With graph-safe random numbers Megatron keeps generators instead of their states.
+        states[_tracked(handle, name)] = state.get_state() if isinstance(state, torch.Generator) else state.clone()
+    return states
+
+
+def _restore_random_state(handle: BridgeHandle, tensors: StateTensors) -> None:
+    checkpoints.restore_random_state(tensors, handle.groups.device)
+    tracker = streams.get_cuda_rng_tracker()
+    ours = tracker.get_states()
+    for name, state in ours.items():
+        saved = tensors.get(_tracked(handle, name))
+        if isinstance(saved, Tensor):
+            ours[name] = state.set_state(saved) if isinstance(state, torch.Generator) else saved
+    tracker.set_states(ours)
+
+
+def _tracked(handle: BridgeHandle, name: str) -> str:
+    return f"{_tracked_on(handle)}{name}.{torch.distributed.get_rank()}"
+
+
+def _tracked_on(handle: BridgeHandle) -> str:
+    # A stream has other states on another kind of device, which has no use for them.
+    return f"{_TRACKED}{handle.groups.device.type}."
+
+
+def _differs(stream: str) -> Differs:
+    # As model_parallel_cuda_manual_seed seeds Megatron's streams; torch's follow the data-parallel rank.
+    if not stream.startswith(_TRACKED):
+        return "replicas"
+    known: dict[str, Differs] = {
+        streams.get_data_parallel_rng_tracker_name(): "nowhere",
+        streams.get_expert_parallel_rng_tracker_name(): "expert_ranks",
+    }
+    return known.get(stream.rpartition(".")[2], "tensor_ranks")
+
+
+def _names(handle: BridgeHandle) -> StoredNames:
+    return StoredNames(handle.converter.conversions, handle.models[0].config)

@@ -2,6 +2,7 @@
 
 from contextlib import ExitStack
 from dataclasses import dataclass
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -39,15 +40,15 @@ class _ModelParallelState:
 _state = _ModelParallelState()
 
 
-def open_groups(parallel: ParallelConfig, device: torch.device) -> BridgeGroups:
+def open_groups(parallel: ParallelConfig, device: torch.device, timeout: timedelta = COLLECTIVE_TIMEOUT) -> BridgeGroups:
     """Makes the groups of the layout. A collective over all ranks of the job; :func:`close_groups` undoes it."""
-    join_default_group(device)
+    join_default_group(device, timeout)
     with ExitStack() as undone_on_error:
         undone_on_error.callback(leave_default_group)
         dp_size = parallel.data_parallel_size(dist.get_world_size())
-        _join_model_parallel(parallel, device)
+        _join_model_parallel(parallel, device, timeout)
         undone_on_error.callback(_leave_model_parallel)
-        host_group = dist.new_group(backend="gloo", timeout=COLLECTIVE_TIMEOUT)
+        host_group = dist.new_group(backend="gloo", timeout=timeout)
         undone_on_error.pop_all()
     pg = ProcessGroupCollection.use_mpu_process_groups()
     return BridgeGroups(
@@ -60,6 +61,7 @@ def open_groups(parallel: ParallelConfig, device: torch.device) -> BridgeGroups:
         dp_group=parallel_state.get_data_parallel_group(),
         world_group=world_group(),
         host_group=host_group,
+        timeout=timeout,
     )
 
 
@@ -91,7 +93,7 @@ def _destroy_model_parallel() -> None:
         cached.cache_clear()
 
 
-def _join_model_parallel(parallel: ParallelConfig, device: torch.device) -> None:
+def _join_model_parallel(parallel: ParallelConfig, device: torch.device, timeout: timedelta) -> None:
     if _state.users == 0:
         if parallel_state.is_initialized():
             raise ConfigError(
@@ -101,7 +103,7 @@ def _join_model_parallel(parallel: ParallelConfig, device: torch.device) -> None
         try:
             with on_cpu(device):
                 parallel_state.initialize_model_parallel(
-                    **megatron_sizes(parallel), distributed_timeout_minutes=int(COLLECTIVE_TIMEOUT.total_seconds() // 60)
+                    **megatron_sizes(parallel), distributed_timeout_minutes=timeout / timedelta(minutes=1)
                 )
         except BaseException:
             _destroy_model_parallel()

@@ -142,11 +142,11 @@ def test_a_given_value_wins_then_the_one_that_a_run_began_with(monkeypatch: pyte
     kept = chosen_options(first)
     assert kept == {"train.max_tokens_per_micro_batch": 4096, "train.backend_cfg.activation_checkpointing": "none"}
     monkeypatch.setattr(memory, "read_memory", lambda: (20 * GIB, 20 * GIB))
-    again = choose_micro_batch(config_of(SFTConfig), kept)
-    assert chosen_options(again.config) == kept and not again.facts
     gpus(monkeypatch, 1, gib=20.0)
     more = choose_micro_batch(config_of(SFTConfig), {}).config
     assert more.train.max_tokens_per_micro_batch == 8192, "what is free decides without it"
+    again = choose_micro_batch(config_of(SFTConfig), kept)
+    assert chosen_options(again.config) == kept and not again.facts
     recomputed = config_of(SFTConfig, **{"train.backend_cfg.activation_checkpointing": "full"})
     assert choose_micro_batch(recomputed, kept).config.train.backend_cfg.activation_checkpointing == "full"
     # What was chosen is an option like any other from then on.

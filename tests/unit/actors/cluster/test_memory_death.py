@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from ray.exceptions import ActorDiedError, OutOfMemoryError
 
-from actors.cluster.memory_death import memory_death
 from actors.cluster.placement import memory_environment
+from actors.cluster.ray_watch import memory_death
 from actors.rollout.group import calls
 
 RAY = (

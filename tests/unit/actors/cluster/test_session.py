@@ -19,7 +19,7 @@ from ray._private import ray_constants
 
 from actors.cluster import session
 from actors.cluster.session import RunTerminated, raise_if_terminated, raised_on_sigterm, ray_session, termination
-from rl_backend.contracts import ConfigError
+from rl_backend.contracts import ClusterLostError, ConfigError
 
 NICENESS = "RAY_worker_niceness"
 
@@ -106,6 +106,30 @@ def test_an_exit_while_ray_starts_is_a_termination_only_of_sigterm(
     with pytest.raises(kind):
         ray_session(1).__enter__()
     assert fake == []
+
+
+@pytest.mark.parametrize("failures", [2, 3])
+@pytest.mark.shows("failures: a Ray that does not start on this machine is started again, three times at most")
+def test_ray_that_does_not_start_is_started_again(
+    fake: list[tuple[str, Any]], failures: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    pauses: list[float] = []
+
+    def starts(**_: Any) -> None:
+        if fake.count(("shutdown", None)) < failures:
+            raise RuntimeError("Failed to start GCS")
+        fake.append(("init", None))
+
+    monkeypatch.setattr(session, "init_local_ray", starts)
+    monkeypatch.setattr(session.time, "sleep", pauses.append)
+    if failures == 2:
+        with ray_session(1):
+            assert [name for name, _ in fake] == ["shutdown", "shutdown", "init", "watch"]
+    else:
+        with pytest.raises(ClusterLostError, match=r"could not be started on this machine: .*GCS, 3 times"):
+            ray_session(1).__enter__()
+    assert pauses == [2.0, 8.0]
+    assert "it is tried again in 2 s" in caplog.records[0].message and len(caplog.records) == 2
 
 
 @pytest.mark.parametrize("usable", [True, False])

@@ -10,7 +10,7 @@ import pytest
 from actors.collect import inputs as inputs_module
 from actors.collect.collector import WeightVersions
 from actors.collect.held_out import HeldOutResult, HeldOutSet, load_held_out
-from actors.collect.scoring import begin_scoring, score
+from actors.collect.sample_metrics import begin_scoring, score
 from actors.collect.transcripts import describe_samples
 from actors.options.eval_sets import EvalSet, sets_by_name
 from actors.rollout.config import SamplingConfig

@@ -14,7 +14,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from actors.collect.held_out import HeldOutEpisodes, HeldOutResult, HeldOutSet
-from actors.collect.scoring import score
+from actors.collect.sample_metrics import score
 from actors.collect.transcripts import describe_episodes, describe_samples, transcript
 from rl_backend.data.chat_template import decode
 from rl_backend.data.prompts import Prompt, PromptExample

@@ -18,6 +18,7 @@ from typing import Any
 import psutil
 import pytest
 
+from actors.cluster.processes import start_time
 from actors.folder.folder import RunFolder
 from actors.folder.lock import RunLock
 from actors.folder.resume import RunStart
@@ -109,6 +110,48 @@ def test_a_run_that_was_killed_is_said_to_be(going: subprocess.Popen[str], tmp_p
     wait_until(lambda: not watchers(tmp_path))
     with RunLock(tmp_path):
         pass
+
+
+LEAVES = """
+import os, signal, subprocess, sys, time
+from actors.cluster.processes import driver_mark
+from actors.folder.folder import RunFolder
+from actors.wire.segment import SharedSegment
+from rl_backend.contracts import BaseConfig
+
+ours = {**os.environ, "RL_BACKEND_DRIVER": driver_mark()}
+started = [subprocess.Popen(["sleep", "600"], env=env) for env in (ours, None)]
+os.kill(started[0].pid, signal.SIGSTOP)
+segment = SharedSegment(1000)
+with RunFolder(sys.argv[1], BaseConfig()):
+    print(*(each.pid for each in started), segment.path, flush=True)
+    time.sleep(600)
+"""
+
+
+@pytest.mark.shows(
+    "failures: when driver and raylet are killed together nothing is left after 30 s: a process that is stopped is ended, "
+    "and shared memory is removed"
+)
+def test_what_a_killed_run_has_started_through_ray_is_ended_and_its_memory_removed(tmp_path: Path) -> None:
+    with subprocess.Popen(
+        [sys.executable, "-c", LEAVES, str(tmp_path)], cwd=ROOT, stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        stopped, other, segment = process.stdout.readline().split()
+        try:
+            assert start_time(int(stopped)) and Path(segment).exists()
+            process.kill()
+            process.wait()
+            began = time.monotonic()
+            wait_until(lambda: not start_time(int(stopped)) and not Path(segment).exists())
+            assert time.monotonic() - began < 30
+            assert start_time(int(other)), "a program of the user's is not the run's to end"
+            wait_until(lambda: not watchers(tmp_path))
+        finally:
+            for pid in (stopped, other):
+                with suppress(ProcessLookupError):
+                    os.kill(int(pid), signal.SIGKILL)
 
 
 def test_until_the_watcher_has_written_or_without_it_readers_find_out(going: subprocess.Popen[str], tmp_path: Path) -> None:

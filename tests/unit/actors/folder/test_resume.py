@@ -18,6 +18,7 @@ from examples.grpo import GRPOConfig
 from examples.ppo import PPOConfig
 from examples.sft import SFTConfig
 from rl_backend.contracts import CheckpointError, ConfigError
+from tests.support.native import open_runtime
 
 
 def config_of(tmp_path: Path, **changes: Any) -> GRPOConfig:
@@ -40,11 +41,16 @@ def config_of(tmp_path: Path, **changes: Any) -> GRPOConfig:
     return GRPOConfig(**{**options, **changes})
 
 
-def run(config: GRPOConfig, last: int, start: RunStart | None = None, *, finish: bool = False) -> None:
-    """Steps up to ``last``, saved as the examples save them; then the run is killed, or comes to its end."""
+def run(
+    config: GRPOConfig, last: int, start: RunStart | None = None, *, finish: bool = False, saved: Path | None = None
+) -> None:
+    """Steps up to ``last``, saved as the examples save them, or with the model ``saved``; then the run is killed, or comes
+    to its end.
+    """
     start = start or find_start(config)
     folder = RunFolder(config.run_dir, config, start=start, report_seconds=0)
     store = checkpoints_of(config)
+    store.put_aside(start.damaged)
     store.clean_up()
     for step in range(start.step + 1, last + 1):
         folder.log(step, {"reward": step / 10})
@@ -53,6 +59,8 @@ def run(config: GRPOConfig, last: int, start: RunStart | None = None, *, finish:
             model = store.draft(step) / "policy"
             model.mkdir(parents=True)
             (model / "manifest.json").write_text("{}")
+            if saved is not None:
+                shutil.copytree(saved, model, dirs_exist_ok=True)
             facts = saved_facts(config) | {"dtype": "bfloat16"}
             store.commit(step, {"run": facts, "logs": folder.sync_logs()})
     if finish:
@@ -165,6 +173,41 @@ def test_a_finished_run_whose_later_checkpoints_were_removed_goes_on_from_the_ne
         find_start(config)
     shutil.rmtree(checkpoints / "step-00000010")
     assert find_start(config.replace(steps=12)).step == 8
+
+
+def damage(checkpoint: Path) -> None:
+    """Flips a bit in the middle of the largest file of the model."""
+    file = max((checkpoint / "policy").iterdir(), key=lambda each: each.stat().st_size)
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.write_bytes(data)
+
+
+@pytest.mark.shows("resuming: damaged_checkpoint=earlier continues from the newest checkpoint that is whole, and says so")
+def test_damaged_checkpoints_are_passed_over_where_that_is_asked(tmp_path: Path, tied_model: Path) -> None:
+    with open_runtime(tied_model) as runtime:
+        runtime.save_checkpoint(runtime.build_model(), tmp_path / "saved")
+    config = config_of(tmp_path, resume="auto", damaged_checkpoint="earlier", keep_checkpoints=0)
+    run(config, 9, saved=tmp_path / "saved")
+    checkpoints = tmp_path / "run" / "checkpoints"
+    assert find_start(config).step == 8 and not find_start(config).warnings()
+    damage(checkpoints / "step-00000006")
+    assert find_start(config).step == 8
+    damage(checkpoints / "step-00000008")
+    assert find_start(config.replace(damaged_checkpoint="refuse")).step == 8, "ranks find it when they load it"
+    start = find_start(config)
+    first, second = start.warnings()
+    assert start.step == 4 and "step-00000008/policy is damaged" in first and "step-00000006 is renamed" in second
+    assert "The run goes back to step 4" in first
+    run(config, 8, start, saved=tmp_path / "saved")
+    assert steps_of(config.run_dir) == [*range(1, 9)]
+    assert len(list(checkpoints.glob("step-*.damaged-*"))) == 2 and find_start(config).step == 8
+    (resumed,) = json.loads((tmp_path / "run" / "run.json").read_text())["resumed"]
+    assert resumed["after_step"] == 4 and resumed["damaged"] == ["step-00000008", "step-00000006"]
+    for step in (2, 4, 6, 8):
+        damage(checkpoints / f"step-{step:08d}")
+    with pytest.raises(CheckpointError, match=r"every checkpoint is damaged: .*step-00000008.*; .*step-00000002"):
+        find_start(config)
 
 
 def test_an_earlier_checkpoint_goes_on_in_a_new_folder_and_leaves_the_later_ones_alone(tmp_path: Path) -> None:

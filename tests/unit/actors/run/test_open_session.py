@@ -83,7 +83,7 @@ def test_ray_groups_and_engines_are_opened_in_order_and_closed_backwards(
     runtime = config.replace(model="/cache/m").runtime_config()
     assert events[:2] == [("ray", 6, 2), ("share", 6, 2, not ahead)]
     recover = "checkpoint" if ahead else "off"
-    given = {"placement": "spread", "bounds": WaitBounds(9, 99), "recover": recover}
+    given = {"placement": "spread", "bounds": WaitBounds(9, 99), "recover": recover, "min_ranks": 0}
     assert events[2:4] == [("group", (runtime, 3, 3, 1), given)] * 2
     assert events[4][0] == "engines" and opened == 5
     assert (engines.model_path, engines.num_engines, engines.placement) == ("/cache/m", 2, "spread")

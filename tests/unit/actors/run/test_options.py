@@ -389,6 +389,7 @@ def test_a_users_reward_functions_replace_those_of_all() -> None:
         ('{"a": {"model": "n"}}', "UserConfig.model='n': is 'm' for all"),
         ('{"a": {"max_tokens_per_micro_batch": 2048}}', "UserConfig.max_tokens_per_micro_batch=2048: is None for all"),
         ('{"a": {"recover": "memory"}}', "UserConfig.recover='memory': is 'checkpoint' for all"),
+        ('{"a": {"recover": "memory", "min_ranks": 1, "ranks": 2}}', "UserConfig.min_ranks=1: is 0 for all"),
         ('{"a": {"rank_silence": 9}}', "UserConfig.rank_silence=9.0: is 60.0 for all"),
         ('{"a": {"operation_timeout": 9}}', "UserConfig.operation_timeout=9.0: is 7200.0 for all"),
         ('{"a": {"placement": "spread"}}', "UserConfig.placement='spread': is 'pack' for all"),

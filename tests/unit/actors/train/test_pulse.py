@@ -69,6 +69,14 @@ def test_a_rank_that_gives_no_sign_counts_as_dead_after_the_bound_and_not_before
     assert 30 < clock.now - began <= 33
 
 
+def test_a_long_wait_is_told_of_more_and_more_seldom(clock: Clock) -> None:
+    pulse, told = begun([Rank()]), []
+    for _ in range(3000):
+        assert looks(pulse, clock, 1) is None
+        told += [seconds] if (seconds := pulse.long_wait()) else []
+    assert told == [300, 600, 1200, 2400]
+
+
 def test_a_driver_that_slept_itself_blames_nobody(clock: Clock) -> None:
     rank = Rank()
     pulse = begun([rank])

@@ -21,6 +21,7 @@ from actors.collect.held_out import HeldOutEpisodes, HeldOutResult, HeldOutSet, 
 from actors.collect.prompts import PromptSource
 from actors.collect.sample_metrics import sample_metrics, unknown_tokens
 from actors.folder.checkpoints import Progress
+from actors.options.health import HealthLimits
 from actors.rollout.messages import Sample, VersionSpan
 from actors.run.sampling import Sampling
 from actors.run.stop import StopRequest
@@ -28,6 +29,7 @@ from actors.train.model import GroupModel
 from actors.train.outcome import peak_memory
 from actors.watch.health_metrics import CAUSES, STEPS, HealthWarnings
 from examples.sft import SFTConfig
+from rl_backend.contracts import RLBackendError
 from rl_backend.environment import Turn
 from tests.support import memory
 from tests.support.chat_templates import CHATML, chat_tokenizer
@@ -111,6 +113,51 @@ def test_several_causes_are_several_sentences_and_a_consequence_is_none() -> Non
     assert "the gradient of the last 21 steps was 0" in warnings[2][1]
 
 
+@pytest.mark.parametrize(
+    ("limits", "beyond", "within", "words"),
+    [
+        (
+            {"log_prob_gap": 0.2},
+            {"log_prob_gap": 0.21},
+            {"log_prob_gap": 0.2},
+            "0.21 nats per token (health.log_prob_gap=0.2)",
+        ),
+        ({"kl": 3.0}, {"kl": math.nan}, {"kl": 3.0}, "(health.kl=3)"),
+        ({"kl": 3.0}, {"kl": 3.5}, {"kl": -1.0}, "the policy is 3.5 nats per token away"),
+        ({}, {"rewards_failed": 0.6}, {"rewards_failed": 0.5}, "60% of the step's rewards failed"),
+        ({}, {"episodes_failed": 0.6}, {"episodes_failed": 0.5}, "60% of the step's episodes failed"),
+        ({"free_disk_gib": 2.0}, {"free_disk_gib": 1.5}, {"free_disk_gib": 2.0}, "1.50 GiB are free"),
+        ({"skipped_updates": 1}, {"step_ok": 0.0}, {"step_ok": 0.5}, "every update of the last 1 steps was skipped"),
+    ],
+)
+@pytest.mark.shows("reading a run: limits of log-prob gap, KL, skipped updates, failed rewards and free disk warn, or stop")
+def test_a_step_beyond_a_limit_is_told_once_or_stops_the_run(
+    limits: dict[str, float], beyond: dict[str, float], within: dict[str, float], words: str
+) -> None:
+    steps = [HEALTHY, HEALTHY | within, HEALTHY | beyond, HEALTHY | beyond]
+    warns = HealthWarnings(None, HealthLimits(**limits))  # type: ignore[arg-type]
+    ((step, warning),) = told(steps, warns)
+    assert step == 3 and words in warning and not warns.stop
+    # Also a run that was warned, and goes on with the option.
+    stops = HealthWarnings(warns.state, HealthLimits(on_limit="stop", **limits))  # type: ignore[arg-type]
+    assert told(steps[:2], stops) == [] and not stops.stop
+    assert told(steps[2:3], stops, 3) == [(3, warning)] and stops.stop == warning
+    nothing = HealthLimits(log_prob_gap=None, skipped_updates=None, failed_rewards=None, free_disk_gib=None)
+    assert told([HEALTHY | beyond] * 20, HealthWarnings(None, nothing)) == []
+
+
+def test_a_run_ends_after_the_step_that_is_beyond_a_limit(tmp_path: Path, tied_model: Path) -> None:
+    health = {"health.free_disk_gib": 1e9, "health.on_limit": "stop"}
+    with pytest.raises(RLBackendError, match=r"^step 1: .* GiB are free .* The run stops here: health.on_limit=stop"):
+        train(config_of(tmp_path, tied_model, save_every=1, **health))
+    facts = json.loads((tmp_path / "run" / "run.json").read_text())
+    assert facts["state"] == "failed" and "health.on_limit=stop" in facts["error"]
+    assert (tmp_path / "run" / "checkpoints" / "step-00000001").is_dir()
+    with pytest.raises(RLBackendError, match=r"^step 2: "):
+        train(config_of(tmp_path, tied_model, save_every=1, **health))
+    assert train(config_of(tmp_path, tied_model, save_every=1)) > 0
+
+
 def test_what_lasts_and_what_was_told_survive_a_resume() -> None:
     bad = HEALTHY | {"entropy": 0.0}
     signs = HealthWarnings()
@@ -176,6 +223,8 @@ def test_a_run_prints_and_logs_warnings_and_measures_speed_and_memory(
         run_on_ranks=lambda *_: [],
         say_recoveries=lambda say: None,
         recoveries=[],
+        reshapes=[],
+        has_room=False,
     )
     model = GroupModel(group, None)  # type: ignore[arg-type]
     with Run(config, Session([group]), label="mine ") as run:

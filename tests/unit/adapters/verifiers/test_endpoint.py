@@ -8,7 +8,7 @@ import aiohttp
 import pytest
 
 from adapters.verifiers.child import TOKEN_HEADER
-from adapters.verifiers.endpoint import Session, TokenEndpoint
+from adapters.verifiers.player import Session, TokenEndpoint
 from rl_backend.environment import Limits
 from rl_backend.environment.sampler import RecordingSampler
 from tests.support.token_sources import RandomSource

@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 
 from adapters.verifiers import child
-from adapters.verifiers.endpoint import TokenEndpoint, _answer
-from adapters.verifiers.player import STOPS, _result
+from adapters.verifiers.player import STOPS, TokenEndpoint, _answer, _result
 from rl_backend.contracts import BatchError, ConfigError, EpisodeEndError
 from tests.support.verifiers_settings import SETTINGS
 

@@ -116,7 +116,7 @@ def test_episodes_are_played_by_their_numbers_and_lost_with_the_process(monkeypa
         for task in (2, -1, None, "0", 1.0):
             with pytest.raises(ConfigError, match=r"expected the number of a task of the environment, 0 to 1"):
                 asyncio.run(player({"task": task}, sampler))
-        monkeypatch.setattr("adapters.verifiers.endpoint.secrets.token_urlsafe", lambda size: "die")
+        monkeypatch.setattr("adapters.verifiers.player.secrets.token_urlsafe", lambda size: "die")
         with pytest.raises(EpisodeFailedError, match="the process of verifiers ended; see its output above"):
             asyncio.run(player({"task": 1}, sampler))
         assert not player._waiting and not player._endpoint._sessions

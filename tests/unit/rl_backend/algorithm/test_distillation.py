@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from rl_backend.algorithm.distillation import distillation_loss, top_k_kl
+from rl_backend.algorithm.policy import distillation_loss, top_k_kl
 from rl_backend.contracts import TARGET_IDS, BatchError, ConfigError, ModelOutput, TokenSequence
 from rl_backend.data import pack
 

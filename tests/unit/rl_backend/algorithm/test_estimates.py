@@ -7,7 +7,7 @@ from itertools import combinations
 
 import pytest
 
-from rl_backend.algorithm.estimates import mean_over_prompts, pass_at_k
+from actors.collect.held_out import mean_over_prompts, pass_at_k
 from rl_backend.contracts import ConfigError
 
 

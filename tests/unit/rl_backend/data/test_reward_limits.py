@@ -139,7 +139,8 @@ def test_a_process_that_ends_leaves_neither_a_thread_nor_a_socket(reward_file: P
         threads = [each for each in threading.enumerate() if each.name == "reward"]
         return len(threads), len(os.listdir("/proc/self/fd"))
 
-    config = RewardConfig(functions=f"{reward_file}:dies", processes=True, on_failure="zero")
+    # A second call for one that died would come after the last.
+    config = RewardConfig(functions=f"{reward_file}:dies", processes=True, retries=0, on_failure="zero")
     rewards = opened.enter_context(config.load())
     assert values(rewards.score(calls("a"))) == [1]
     before = held()
@@ -205,3 +206,47 @@ def test_calls_that_hang_do_not_keep_a_program_that_ends(reward_file: Path) -> N
         assert time.monotonic() < deadline
         time.sleep(0.05)
     assert time.monotonic() - began < 300
+
+
+@pytest.mark.parametrize("kind", ["in the main thread", "in a thread", "asynchronous"])
+@pytest.mark.shows("rewards: a call that raises is made again before it counts as failed")
+def test_a_call_that_fails_is_made_again(kind: str, opened: ExitStack, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scorer, "_PAUSE_SECONDS", 0.01)
+    made: list[str] = []
+
+    def plain(solution_str: str, **_: Any) -> Any:
+        made.append(solution_str)
+        if solution_str.startswith("fails") and made.count(solution_str) <= int(solution_str[-1]):
+            raise ConnectionError("no answer")
+        return "no number" if solution_str == "wrong" else 1.0
+
+    async def asynchronous(solution_str: str, **_: Any) -> Any:
+        return plain(solution_str)
+
+    function: Callable[..., Any] = asynchronous if kind == "asynchronous" else plain
+    options = {"workers": 2} if kind == "in a thread" else {}
+    rewards = opened.enter_context(of(function, retries=2, on_failure="zero", **options))
+    scores = rewards.score(calls("fine", "fails1", "fails2", "fails3", "wrong"))
+    assert values(scores) == [1, 1, 1, 0, 0]
+    assert {name: made.count(name) for name in made} == {"fine": 1, "fails1": 2, "fails2": 3, "fails3": 3, "wrong": 1}
+    assert "raised ConnectionError: no answer" in scores[3].failures[0]
+
+
+@pytest.mark.parametrize(("kind", "times"), [("in a thread", 1), ("asynchronous", 2)])
+def test_a_call_that_took_too_long_is_made_again_where_it_has_ended(kind: str, times: int, opened: ExitStack) -> None:
+    let_go, made = threading.Event(), list[str]()
+    opened.callback(let_go.set)
+
+    def plain(solution_str: str, **_: Any) -> float:
+        made.append(solution_str)
+        let_go.wait(10.0)
+        return 1.0
+
+    async def asynchronous(solution_str: str, **_: Any) -> float:
+        made.append(solution_str)
+        await asyncio.sleep(10.0)
+        return 1.0
+
+    function: Callable[..., Any] = plain if kind == "in a thread" else asynchronous
+    rewards = opened.enter_context(of(function, timeout_seconds=0.1, retries=1, on_failure="zero"))
+    assert values(rewards.score(calls("a"))) == [0] and made == ["a"] * times

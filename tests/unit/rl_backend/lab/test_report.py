@@ -108,6 +108,20 @@ def test_warnings_of_the_run_stand_at_the_top_in_the_order_of_their_steps(tmp_pa
     assert [line.text for line in of_all] == [f"ann, {sentence}" for sentence in (*said[2], *said[3])]
 
 
+def test_events_of_processes_and_resumes_stand_in_the_order_of_their_steps(tmp_path: Path) -> None:
+    lost = {
+        3: {"engines/died": 1.0, "engines/seconds_lost": 12.5},
+        2: {"recovery/count": 1.0},
+    }
+    resumed = [{"after_step": 2, "at": "2026-01-01", "damaged": ["step-00000004"]}, "?", {"after_step": "?"}]
+    page = report(write_run(tmp_path, 4, lambda step: {"reward": 0.5} | lost.get(step, {}), run={"resumed": resumed}))
+    assert [line.text for line in page.one("section", id="events").all("li")] == [
+        "step 2: recovery count 1, resumed after it at 2026-01-01, because step-00000004 was damaged",
+        "step 3: engines died 1, engines seconds lost 12.5",
+    ]
+    assert not report(write_run(tmp_path / "quiet", 4, lambda step: {"reward": 0.5})).all("section", id="events")
+
+
 def test_a_log_prob_gap_that_spans_decades_has_a_logarithmic_axis(tmp_path: Path) -> None:
     page = report(write_run(tmp_path, 4, lambda step: {"log_prob_gap": [1e-6, 0.0, 1e-3, 0.1][step - 1]}))
     figure = chart(page, "log_prob_gap")

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from actors.sync import gpu_transports
 from actors.sync.push import choose_transport, make_transport
@@ -22,23 +21,7 @@ from rl_backend.runtime.bridge.config import BridgeConfig
 from rl_backend.weights.inspection import CHECKSUM_BYTES, device_checksum
 from tests.support.bridge_runs import open_bridge
 from tests.support.clusters import ROOT
-
-
-class LargestResult(TorchDispatchMode):
-    """Bytes of the largest tensor that an operation has made."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.nbytes = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        if isinstance(result, torch.Tensor) and not func.is_view:
-            self.nbytes = max(self.nbytes, result.untyped_storage().nbytes())
-        # What an operation casts inside is not seen here: a sum in int64 makes its input so first.
-        if func is torch.ops.aten.sum.dim_IntList or func is torch.ops.aten.sum.default:
-            self.nbytes = max(self.nbytes, args[0].numel() * 8)
-        return result
+from tests.support.largest_result import LargestResult
 
 
 @pytest.mark.parametrize("size", [3 * CHECKSUM_BYTES, 3 * CHECKSUM_BYTES // 4 + 1])

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import pytest
 
 from actors.cluster.processes import Process
-from actors.rollout.engine.workers import Workers
+from actors.rollout.engine.in_process import Workers
 from rl_backend.contracts import EngineDeadError
 from tests.support.actors_in_process import until
 

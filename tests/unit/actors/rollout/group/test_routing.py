@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from actors.rollout.group.routing import PrefixRouter
+from actors.rollout.group.turns import PrefixRouter
 
 
 def test_the_home_is_that_of_the_longest_beginning_and_the_oldest_are_forgotten() -> None:

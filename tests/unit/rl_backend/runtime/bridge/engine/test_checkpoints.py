@@ -15,7 +15,7 @@ import torch
 
 from rl_backend.contracts import CheckpointError
 from rl_backend.runtime.bridge import installed
-from rl_backend.runtime.bridge.engine import checkpoints
+from rl_backend.runtime.bridge.engine import engine as checkpoints
 from rl_backend.runtime.bridge.megatron import cpu as megatron_cpu
 from rl_backend.runtime.bridge.megatron.cpu import PATCHES, iterate_on_cpu, on_cpu
 
