@@ -103,10 +103,11 @@ class Client:
         saves, samples = self._step % _SAVES == _SAVES - 1, self._step % _SAMPLES == 0
         kept = self._next("save_weights", path=f"step{self._step}", ttl_seconds=1800) if saves else ""
         snapshot = self._next("save_weights_for_sampler", sampling_session_seq_id=self._step) if samples else ""
-        found = [self._result(each) for each in (passed, stepped, kept, snapshot) if each]
-        if found[0] is not None:
+        asked = [each for each in (passed, stepped, kept, snapshot) if each]
+        found = [each for each in map(self._result, asked) if each is not None]
+        if found and "loss" in found[0]:
             self._compare(found[0]["loss"])
-        if None in found:
+        if len(found) < len(asked):
             return False
         if samples and not self._sample(found[-1]["sampling_session_id"]):
             return False

@@ -155,7 +155,7 @@ def require_one_session(shared: SampledConfig, users: Mapping[str, SampledConfig
     saves = any(user.save_every for user in users.values())
     for name, user in users.items():
         asked = _leaves(user.model_dump(mode="json", include=_OF_ALL_RUNS))
-        wrong = [
+        wrong: list[tuple[str, Any, str]] = [
             (
                 options_of(type(user)).name_of(place),
                 asked.get(place),

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, fields, is_dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, NoReturn, Protocol
+from typing import Any, Literal, NamedTuple, NoReturn, Protocol
 
 import xxhash
 from ray import cloudpickle
@@ -19,9 +19,6 @@ from actors.train.outcome import RankInfo
 from rl_backend.contracts import RLBackendError
 from rl_backend.contracts.atoms import Operation
 from rl_backend.weights.inspection import tensor_digest
-
-if TYPE_CHECKING:
-    from actors.train.passes import Pass
 
 type Role = Literal["builds", "changes", "reads", "pinned"]
 """``builds``: makes or frees a model. ``changes``: its state. ``reads``: leaves all as it is. ``pinned``: means nothing to
