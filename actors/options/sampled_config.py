@@ -401,7 +401,7 @@ class EpisodeConfig(SampledOptions, TrainingOptions, BaseConfig):
         if self.sampling.max_new_tokens >= self.limits.episode_tokens:
             most = self.limits.episode_tokens
             wrong["max_response_tokens"] = f"max_episode_tokens={most} must hold a prompt and a turn; use less"
-        if self.on_episode_failure == "drop" and self.least_episodes > self.sampling.n:
+        if self.is_set("least_episodes") and self.least_episodes > self.sampling.n:
             wrong["least_episodes"] = f"a group has samples_per_prompt={self.sampling.n} episodes; use at most that"
         if wrong:
             raise _blaming(self, wrong)

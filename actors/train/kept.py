@@ -30,8 +30,24 @@ other ranks than those that it was sent to."""
 type Facts = tuple[Role, frozenset[int], Path | None]
 """How an operation is kept: its role, the keys of its models (none where that is not known), where it saves."""
 
-type Call = bytes | Pass
-"""What ranks are sent, pickled: all of them the same, or each its share of a pass."""
+
+class Spread(Protocol):
+    """A call of which each data-parallel rank gets a share, as :class:`~actors.train.passes.Pass` is one."""
+
+    @property
+    def handle(self) -> HandleRef: ...
+
+    @property
+    def shares(self) -> Sequence[bytes]: ...
+
+    @property
+    def calls(self) -> Sequence[bytes]: ...
+
+    def on(self, handle: HandleRef) -> Spread: ...
+
+
+type Call = bytes | Spread
+"""What ranks are sent, pickled: all of them the same, or each its share."""
 
 # After these no gradients are left that the next step would take.
 _WITHOUT_GRADIENTS = ("optimizer_step", "zero_grad", "load_checkpoint")

@@ -20,6 +20,7 @@ from actors.watch.console import Phases
 from examples.grpo import GRPOConfig
 from examples.ppo import PPOConfig
 from examples.sft import SFTConfig
+from examples.tenants import TenantsConfig
 from rl_backend.contracts import ConfigError, RolloutError
 
 OPTIONS: dict[str, Any] = {"model": "m", "dataset": "d", "dtype": "float32"}
@@ -111,6 +112,17 @@ def test_states_in_memory_need_no_checkpoints(events: list[Any]) -> None:
         SFTConfig(**OPTIONS, recover="off")
 
 
+@pytest.mark.parametrize(
+    ("shared", "of_users", "recover"), [(0, (2, 5), "checkpoint"), (2, (0, 0), "off"), (0, (0, 0), "off")], ids=str
+)
+def test_ranks_of_several_users_recover_where_these_save(
+    events: list[Any], shared: int, of_users: tuple[int, ...], recover: str
+) -> None:
+    users = {f"user{number}": {"save_every": every} for number, every in enumerate(of_users)}
+    with open_session(TenantsConfig(**OPTIONS, run_dir="x", reward="r", save_every=shared, users=users)):  # type: ignore[arg-type]
+        assert events[2][2]["recover"] == recover
+
+
 def test_what_a_start_says_of_ray(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     assert ray_is() == "starting on this machine"
@@ -171,7 +183,11 @@ def session_of(config: Any, **engines: Any) -> Session:
             {"lora.rank": 8},
             r"max_adapter_rank=7': the run asks for max_adapter_rank=8",
         ),
-        ({}, {"ranks": 2, "tp": 2}, r"ranks=1, backend_cfg.parallel=.*: the run asks for ranks=2, "),
+        (
+            {},
+            {"ranks": 2, "tp": 2},
+            r"ranks=1, backend_cfg\.parallel\.tp=1': the run asks for ranks=2, backend_cfg\.parallel\.tp=2; ",
+        ),
     ],
     ids=str,
 )

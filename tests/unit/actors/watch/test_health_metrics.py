@@ -63,7 +63,7 @@ def told(steps: Iterable[Mapping[str, float]], signs: HealthWarnings | None = No
         (
             "one_reward",
             {"reward_std": 0.0, "equal_groups": 1.0, "zero_advantages": 1.0, "grad_norm": 0.0},
-            {"reward_std": 1e-6, "equal_groups": 0.99},
+            {"reward_std": 0.0, "equal_groups": 1.0, "zero_advantages": 0.99},
             "all responses had the same reward (0.4 in this one)",
         ),
         (
