@@ -59,10 +59,14 @@ def workloads(seed: int) -> dict[str, Lengths]:
     }
 
 
-def runtime_step(model_dir: Path, backend: str, device: str = "cpu", dtype: str = "float32") -> Step:
-    """A step through a public runtime: every micro-batch forward and backward, gradient clipping, AdamW."""
+def runtime_step(model_dir: Path, backend: str, device: str = "cpu", dtype: str = "float32", **further: Any) -> Step:
+    """A step through a public runtime: every micro-batch forward and backward, gradient clipping, AdamW.
+
+    Args:
+        further: options of the runtime.
+    """
     optimizer = OptimizerConfig(lr=LEARNING_RATE, weight_decay=0.0)
-    options = {"optimizer": optimizer, "device": device, "param_dtype": dtype}
+    options = {"optimizer": optimizer, "device": device, "param_dtype": dtype, **further}
     runtime = create_runtime(
         RuntimeConfig(backend=backend, hf_path=str(model_dir), backend_cfg=options, max_tokens_per_micro_batch=2**16)
     )

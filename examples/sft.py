@@ -81,7 +81,7 @@ class SFTConfig(TrainingConfig):
     def read_data(self) -> str:
         examples, held_out = load_data(self)
         self.with_epochs(len(examples))
-        return f"{len(examples)} examples, {len(held_out)} sequences held out"
+        return f"{len(examples)} examples, {sum(map(len, held_out or ()))} sequences held out"
 
 
 def train(config: SFTConfig, session: Session | None = None, on_step: OnStep | None = None) -> Path:
@@ -92,7 +92,8 @@ def train(config: SFTConfig, session: Session | None = None, on_step: OnStep | N
         on_step: sees each step's number and metrics.
     """
     with Phases().phase("data", f"reading {config.dataset}"):
-        examples, held_out = load_data(config)
+        examples, of_held_out = load_data(config)
+        held_out = list(chain(*of_held_out or ()))
     config = config.with_epochs(len(examples))
     run = Run(config, session, on_step)
     in_order = epoch_batches if config.epochs else endless_batches
@@ -101,6 +102,8 @@ def train(config: SFTConfig, session: Session | None = None, on_step: OnStep | N
     with run:
         model = run.build_model("sft")
         facts = [f"{len(examples)} examples", *filter(None, [examples.note]), f"{config.batch_size} a step"]
+        if of_held_out and of_held_out.note:
+            facts.append(f"held out: {of_held_out.note}")
         run.begin("SFT", {"sft": model}, [*facts, config.describe_ranks()])
         for step in run.steps():
             metrics = update_metrics([model.update(list(chain(*next(batches))), loss)])
@@ -113,7 +116,7 @@ def train(config: SFTConfig, session: Session | None = None, on_step: OnStep | N
         return run.save_model(model)
 
 
-def load_data(config: SFTConfig) -> tuple[Examples[list[TokenSequence]], list[TokenSequence]]:
+def load_data(config: SFTConfig) -> tuple[Examples[list[TokenSequence]], Examples[list[TokenSequence]] | None]:
     load = partial(
         load_sft_examples,
         tokenizer=load_tokenizer(config.model),
@@ -127,8 +130,7 @@ def load_data(config: SFTConfig) -> tuple[Examples[list[TokenSequence]], list[To
     if len(examples) < config.batch_size and not config.epochs:
         problem = f"{config.dataset} has {len(examples)} examples; use at most that"
         raise ConfigError.of("SFTConfig.batch_size", config.batch_size, problem)
-    held_out = list(chain(*load(config.eval_dataset, held_out=True))) if config.eval_dataset else []
-    return examples, held_out
+    return examples, load(config.eval_dataset, held_out=True) if config.eval_dataset else None
 
 
 def held_out_metrics(model: GroupModel, sequences: Sequence[TokenSequence]) -> dict[str, float]:

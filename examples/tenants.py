@@ -4,15 +4,15 @@
         --users '{"ann": {}, "bob": {"dataset": "other.jsonl", "lora.rank": 4, "lr": 1e-3}}'
 
 Every option applies to each user, unless the user's own entry in ``users`` says otherwise: data, reward, rank, learning
-rate, number of steps. All share training ranks, engines and the model, which is held once. After each step of a user its
-adapter alone goes to the engines, which serve on. Each user has a run folder, ``run_dir/<user>``; ``run_dir/report.html``
-shows all users. With ``--resume auto`` each continues from its last checkpoint.
+rate, number of steps. All share training ranks, engines and the model, which is held once, with all options of these. After
+each step of a user its adapter alone goes to the engines, which serve on. Each user has a run folder, ``run_dir/<user>``;
+``run_dir/report.html`` shows all users. With ``--resume auto`` each continues from its last checkpoint.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import nullcontext
 from typing import Annotated, Any, ClassVar, Self
 
@@ -32,10 +32,12 @@ from actors.run import (
     RunResult,
     StopRequest,
     overlaid,
+    require_one_session,
     run_command,
     to_sequences,
     update_metrics,
     update_parts,
+    warn,
     with_advantages,
     with_outputs,
     write_report,
@@ -86,10 +88,7 @@ class TenantsConfig(RLConfig):
 
     @model_validator(mode="after")
     def _check_users(self) -> Self:
-        for name, user in self.each().items():
-            if user.longest_sampled > self.rollout.max_model_len:
-                problem = f"user {name!r} has sequences of up to {user.longest_sampled} tokens; set it for all"
-                raise ConfigError.of("TenantsConfig.rollout.max_model_len", self.rollout.max_model_len, problem)
+        require_one_session(self, self.each())
         return self
 
     def runs(self) -> Mapping[str, UserConfig]:
@@ -127,19 +126,21 @@ def train(config: TenantsConfig, session: Session | None = None) -> dict[str, Ru
         stop.on_signals("every user's run ends when its step is done"),
         ThreadPoolExecutor(len(users), thread_name_prefix="user") as threads,
     ):
-        runs = {name: threads.submit(train_user, name, user, opened, stop) for name, user in users.items()}
+        runs = {threads.submit(train_user, name, user, opened, stop): name for name, user in users.items()}
         try:
-            errors = {name: error for name, run in runs.items() if (error := run.exception()) is not None}
+            for run in as_completed(runs):
+                if isinstance(error := run.exception(), Exception):  # told at once: the others may train for hours
+                    warn(f"this user's run has ended: {error}", f"{runs[run]:12}")
         except BaseException:
             stop.ask("Ctrl-C")  # the second one: every user still ends with its step
             raise
     write_report(config.run_dir)
-    if errors:
+    if errors := {name: error for run, name in runs.items() if (error := run.exception()) is not None}:
         first, *others = errors.values()
         for name, error in errors.items():
             first.add_note(f"this ended the run of user {name!r}" + (f": {error}" if error in others else ""))
         raise first
-    return {name: run.result() for name, run in runs.items()}
+    return {name: run.result() for run, name in runs.items()}
 
 
 def has_steps_left(name: str, user: UserConfig) -> bool:

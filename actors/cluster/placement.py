@@ -17,6 +17,7 @@ from ray.util.placement_group import (
 )
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from actors.cluster.ray_watch import ray_is_usable
 from rl_backend.contracts import ConfigError, UnsupportedError
 
 
@@ -65,6 +66,29 @@ class Reservation:
         remove_placement_group(self.group)
 
 
+class AskedRoom:
+    """Room for more ranks of a group, which Ray reserves as soon as the cluster has it for all of them."""
+
+    def __init__(
+        self, num_ranks: int, *, cores_per_rank: int, gpus_per_rank: float, strategy: PlacementStrategy, name: str
+    ) -> None:
+        bundles = [_bundle(cores_per_rank, gpus_per_rank)] * num_ranks
+        self._group = placement_group(bundles, strategy=strategy.upper(), name=name)
+
+    @property
+    def is_there(self) -> bool:
+        return bool(placement_group_table(self._group)["state"] == "CREATED")
+
+    def give_back(self) -> None:
+        """Does nothing once Ray is shut down or lost, which did the same."""
+        if ray_is_usable():
+            remove_placement_group(self._group)
+
+
+def _bundle(cores: int, gpus: float) -> dict[str, float]:
+    return {"CPU": cores, **({"GPU": gpus} if gpus else {})}
+
+
 def reserve(
     *, num_ranks: int, cores_per_rank: int, gpus_per_rank: float, strategy: PlacementStrategy, name: str, timeout: float
 ) -> Reservation:
@@ -82,7 +106,7 @@ def reserve(
     if not 0 <= gpus_per_rank <= 1 or (0 < gpus_per_rank < 1 and num_ranks > 1):
         problem = "a rank trains on no GPU (0) or on one (1); a single rank also on a share of one, which NCCL cannot divide"
         raise ConfigError.of("gpus_per_rank", gpus_per_rank, problem)
-    bundle: dict[str, float] = {"CPU": cores_per_rank, **({"GPU": gpus_per_rank} if gpus_per_rank else {})}
+    bundle = _bundle(cores_per_rank, gpus_per_rank)
     group = reserve_bundles(f"training group {name!r}", "rank", bundle, num_ranks, strategy, timeout, name=name)
     try:
         return Reservation(group, _slots(group, num_ranks))

@@ -36,6 +36,7 @@ METRICS = {
     ),
     "rl_backend_rank_weight_version": Definition("gauge", "weight version of a model on a rank", ("group", "rank", "model")),
     "rl_backend_recoveries_total": Definition("counter", "times that all ranks of a group were replaced", ("group",)),
+    "rl_backend_reshapes_total": Definition("counter", "times that a group got another layout", ("group",)),
     "rl_backend_engine_weight_version": Definition("gauge", "weight version that an engine serves", ("engine",)),
     "rl_backend_rollout_responses_total": Definition("counter", "responses that an engine has made", ("engine",)),
     "rl_backend_rollout_tokens_total": Definition("counter", "tokens of these responses", ("engine",)),

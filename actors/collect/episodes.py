@@ -30,6 +30,7 @@ from rl_backend.environment import Episode, Limits, TokenSource
 from rl_backend.environment.groups import FAILED, Group, GroupTask, PlayOptions, play_groups
 from rl_backend.environment.playing import run_episodes, with_reward, without_reward
 from rl_backend.environment.protocol import Player
+from rl_backend.environment.stepping import SteppedPlayer
 from rl_backend.lab.text import count
 from rl_backend.options.option_set import filled
 
@@ -147,6 +148,13 @@ class EpisodeSource(Source[Group, EpisodeBatch]):
         on_warning: Callable[[str], None] = warn,
     ) -> None:
         self._config, self._inputs, self._engines, self._on_warning = config, inputs, engines, on_warning
+        player = inputs.player
+        self._players = [
+            player.ending_with((*each.sampling.stop_token_ids, *inputs.ends))
+            if isinstance(player, SteppedPlayer)
+            else player
+            for each in inputs.held_out
+        ]
         self.stream = EpisodeStream(
             inputs.player,
             engines(config.sampling),
@@ -161,7 +169,8 @@ class EpisodeSource(Source[Group, EpisodeBatch]):
 
     def play_options(self, limits: Limits) -> PlayOptions:
         config = self._config
-        return PlayOptions(limits, config.on_episode_failure, config.least_episodes, self._inputs.score, self._on_warning)
+        fewest = min(config.least_episodes, config.sampling.n)
+        return PlayOptions(limits, config.on_episode_failure, fewest, self._inputs.score, self._on_warning)
 
     def versions(self, batch: DrawnBatch[Row, Group]) -> list[set[int]]:
         return list(map(_versions, _played(batch)))
@@ -192,7 +201,7 @@ class EpisodeSource(Source[Group, EpisodeBatch]):
         return [
             play_held_out(
                 held_out,
-                self._inputs.player,
+                self._players[index],
                 self._engines(held_out.sampling),
                 self.play_options(limits.replace(turn_tokens=held_out.sampling.max_new_tokens)),
                 seed=self._config.seed,

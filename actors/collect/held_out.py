@@ -86,7 +86,7 @@ def load_held_out(
         ends = new_ends()
         prompts = load(each.path, held_out=True, see=ends.see)
         how = ends.added_to(sampling[name])
-        found.append(HeldOutSet.of(each, name, prompts, how, prompts.note))
+        found.append(HeldOutSet.of(each, name, prompts, how, prompts.note and f"held-out set {name}: {prompts.note}"))
     return found
 
 

@@ -30,7 +30,7 @@ type Row = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Inputs:
-    """Tokenizer, reward functions, prompts, and how to sample; ``notes`` are for the run's first line."""
+    """Tokenizer, reward functions, prompts, batches of these, and how to sample; ``notes`` are for the run's first line."""
 
     tokenizer: Any
     reward: RewardScorer
@@ -41,8 +41,11 @@ class Inputs:
     notes: tuple[str, ...] = ()
 
 
-def load_inputs(config: RLConfig) -> Inputs:
-    """Reads everything that ``config`` names; raises ConfigError or BatchError for what is missing or cannot be used."""
+def load_inputs(config: RLConfig, taken: int = 0) -> Inputs:
+    """Reads everything that ``config`` names; raises ConfigError or BatchError for what is missing or cannot be used.
+
+    ``taken`` is the number of batches that earlier steps have taken.
+    """
     tokenizer = _load_tokenizer(config)
     reward = load_scorer(config.rewards)
     load = partial(
@@ -63,7 +66,7 @@ def load_inputs(config: RLConfig) -> Inputs:
         reward=reward,
         prompts=prompts,
         held_out=held_out,
-        batches=endless_batches(prompts, config.prompts_per_step, config.seed),
+        batches=endless_batches(prompts, config.prompts_per_step, config.seed, start=taken),
         sampling=ends.added_to(config.sampling),
         notes=tuple(note for note in (prompts.note, *(each.note for each in held_out)) if note),
     )
@@ -101,8 +104,8 @@ class EpisodeInputs:
     notes: tuple[str, ...] = ()
 
 
-def load_episode_inputs(config: EpisodeConfig) -> EpisodeInputs:
-    """Reads everything that ``config`` names; raises ConfigError or BatchError for what is missing or cannot be used."""
+def load_episode_inputs(config: EpisodeConfig, taken: int = 0) -> EpisodeInputs:
+    """As :func:`load_inputs`."""
     tokenizer = _load_tokenizer(config)
     of_answers = template_end(tokenizer, config.data)
     ends = (*stop_token_ids(config.model, tokenizer), *(() if of_answers is None else (of_answers,)))
@@ -114,7 +117,7 @@ def load_episode_inputs(config: EpisodeConfig) -> EpisodeInputs:
     ]
     score = None if config.score is None else load_score(config.score)
     player, notes = load_episode_player(config, tokenizer, rows[0], ends)
-    batches = endless_batches(rows, config.prompts_per_step, config.seed)
+    batches = endless_batches(rows, config.prompts_per_step, config.seed, start=taken)
     return EpisodeInputs(tokenizer, player, score, rows, held_out, batches, ends, notes)
 
 

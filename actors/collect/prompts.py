@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -75,6 +76,7 @@ class PromptSource(Source[Sample, TrainingBatch]):
         self._config, self._inputs, self._rollout, self._adapter = config, inputs, rollout, adapter
         self._batches_with_signal = batches_with_signal
         self._scoring: dict[int, Scoring] = {}
+        self._beginning, self._closed = threading.Lock(), False
         self.stream = SampleStream(
             rollout,
             inputs.batches,
@@ -88,9 +90,11 @@ class PromptSource(Source[Sample, TrainingBatch]):
 
     def begin_scoring(self, batch: SampledBatch) -> None:
         # From the stream's thread: scores are ready, or nearly so, when the step asks for the batch.
-        self._scoring[batch.number] = begin_scoring(
-            batch.samples, batch.prompts, self._inputs.tokenizer, self._inputs.reward
-        )
+        with self._beginning:
+            if not self._closed:  # after an error nobody has waited for that thread
+                self._scoring[batch.number] = begin_scoring(
+                    batch.samples, batch.prompts, self._inputs.tokenizer, self._inputs.reward
+                )
 
     def versions(self, batch: SampledBatch) -> list[set[int]]:
         return list(map(_versions, batch.samples))
@@ -135,6 +139,8 @@ class PromptSource(Source[Sample, TrainingBatch]):
         try:
             super().__exit__(kind, error, traceback)
         finally:
+            with self._beginning:
+                self._closed = True
             self._inputs.reward.close()
 
 

@@ -44,9 +44,10 @@ class BatchStream[P, S](ABC):
     """Batches of samples, in order. A kind of stream says how they are sampled, in :meth:`_submit`.
 
     Args:
+        batches: those after ``start``.
         ahead: batches begun before :meth:`next` asks for them. At 0 a batch is begun by :meth:`next`, with the weights of
             that moment.
-        start: the :attr:`position` that an earlier stream was at. Prompts up to there are passed over.
+        start: the :attr:`position` that an earlier stream was at.
     """
 
     def __init__(
@@ -119,8 +120,6 @@ class BatchStream[P, S](ABC):
         self._waiting.clear()
 
     def _go_to(self, position: StreamPosition) -> None:
-        for _ in range(position.taken):
-            next(self._batches)
         self._taken = self._begun = position.taken
 
     def _begin(self) -> None:

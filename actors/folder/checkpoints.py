@@ -415,7 +415,12 @@ class Progress:
         """Where a stream of samples continues; refused where samples that were drawn ahead cannot be read."""
         if self.path is None:
             return StreamPosition()
-        return StreamPosition(self.part("batches")["taken"], load_drawn(self.path))
+        return StreamPosition(self.taken, load_drawn(self.path))
+
+    @property
+    def taken(self) -> int:
+        """Batches of samples that the steps have taken."""
+        return int(self.part("batches").get("taken", 0))
 
 
 def save_drawn(batches: Sequence[Sequence[Sample]], directory: Path) -> None:

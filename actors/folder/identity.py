@@ -38,7 +38,14 @@ def saved_facts(config: RunConfig) -> dict[str, Any]:
 def deciding_options(config: RunConfig) -> dict[str, Any]:
     values = config.model_dump(mode="json")
     deciding = (path for path, owner, name in _places(config, None) if owner.is_set(name) and has(values, path))
-    return {options_of(type(config)).name_of(path): get(values, path) for path in deciding}
+    found = {options_of(type(config)).name_of(path): get(values, path) for path in deciding}
+    if not isinstance(config.eval_dataset, str | None):
+        # In order: the first is the run's. Their rows are among the contents.
+        sets = config.eval_sets.items()
+        found["eval_dataset"] = [
+            [name, each.model_dump(mode="json", exclude={"path"}, exclude_none=True)] for name, each in sets
+        ]
+    return found
 
 
 def _places(config: BaseConfig, kind: OnResume | None, prefix: str = "") -> Iterator[tuple[str, BaseConfig, str]]:
@@ -65,6 +72,8 @@ def require_same_run(config: RunConfig, progress: Progress) -> None:
     here, named = deciding_options(config), options_of(type(config))
     # Under a place, where it has got a short name since.
     options = {named.name_of(option): value for option, value in saved.options.items()}
+    if "eval_dataset" not in options:  # a path alone, or of a version that did not say
+        here.pop("eval_dataset", None)
     differ = {
         option: f"the run of {path} has {options.get(option, value_and_default(config, option)[1])!r}, and would not go on "
         "as it was"

@@ -16,6 +16,7 @@ from actors.options.eval_sets import EvalDatasets, EvalSet, sets_by_name
 from actors.options.health import HealthLimits
 from actors.options.policy_options import LoRAOptions
 from actors.rollout.config import RolloutConfig
+from actors.train.layout import check_fewest
 from actors.train.pulse import BOUNDS, Recover
 from rl_backend.contracts import (
     BACKEND_CONFIGS,
@@ -128,6 +129,10 @@ _RECOVERS = HasEffect(
     lambda config: config.save_every or config.recover == "memory",
     "save_every=0 saves no checkpoints; set it too, or recover=memory",
 )
+_REPLACES = HasEffect(
+    lambda config: config.recover == "memory" or (config.recover == "checkpoint" and config.save_every),
+    "no rank is replaced; set save_every, or recover=memory",
+)
 
 
 class RunModel(NamedTuple):
@@ -163,7 +168,7 @@ TRAINING = RANKS | OptionSet(
         "model": ("model", "dtype", "lora."),
         "data": ("dataset", "eval_dataset", "max_prompt_tokens", "data."),
         "training": ("steps", "lr", "lr_warmup_steps", "lr_decay_style"),
-        "layout": ("placement", "rank_silence", "operation_timeout", "collective_timeout"),
+        "layout": ("placement", "min_ranks", "rank_silence", "operation_timeout", "collective_timeout"),
         "memory": (
             "max_tokens_per_micro_batch",
             CHECKPOINTING,
@@ -246,6 +251,12 @@ class TrainingOptions(BaseModel):
         "what came since runs again; memory: they go on from the last step, of which the state is kept in memory outside of "
         "the ranks, also without checkpoints; off: the run ends, see docs/reliability.md",
     )
+    min_ranks: Annotated[int, MAY_CHANGE, _REPLACES] = Field(
+        default=0,
+        ge=0,
+        description="fewest training ranks of a group with which the run goes on, with fewer data-parallel ones, where the "
+        "cluster has no room for all after a node was lost; it takes them back between two steps; 0: it ends",
+    )
     rank_silence: Annotated[float, MAY_CHANGE] = Field(
         default=BOUNDS.silence, gt=0, description="seconds without a sign of life after which a training rank counts as dead"
     )
@@ -275,6 +286,7 @@ class TrainingOptions(BaseModel):
     def _check_training(self) -> Self:
         name, optimizer = type(self).__name__, self.train.backend_cfg.optimizer
         check_ranks(name, self.train, self.ranks, self.dtype)
+        check_fewest(name, self.parallel, self.ranks, self.min_ranks)
         wrong: list[tuple[str, Any, str]] = []
         if self.seed < 0:
             wrong.append((f"{name}.seed", self.seed, "must be at least 0"))

@@ -62,7 +62,7 @@ class EvalSet(BaseConfig):
         n = self.n or n
         self._check_pass_at(n)
         given = {name: value for name in _OF_SAMPLING if (value := getattr(self, name)) is not None}
-        if given.get("temperature", 0.0 if greedy and n == 1 else 1.0) == 0:
+        if (greedy and n == 1) or given.get("temperature") == 0:
             run = run.replace(n=1, temperature=0.0, **{name: SamplingConfig.model_fields[name].default for name in run.cuts})
         try:
             return run.replace(log_probs=False, **{**given, "n": n})

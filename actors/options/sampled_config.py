@@ -192,8 +192,10 @@ class SampledOptions(BaseModel):
 
     @property
     def on_policy(self) -> bool:
-        """Whether a step's only update gives its own old log-probs: nothing asks for them, or for its routes, before."""
-        return self.updates_per_step == 1 and self.router_replay != "R2"
+        """Whether a step's only update gives its own old log-probs: nothing asks for them, or for its routes, before, and it
+        drops nothing, as engines do.
+        """
+        return self.updates_per_step == 1 and self.router_replay != "R2" and not self.lora.dropout
 
     def meta(self) -> dict[str, Any]:
         entropy = self.entropy_coef > 0 or self.on_policy
@@ -399,7 +401,7 @@ class EpisodeConfig(SampledOptions, TrainingOptions, BaseConfig):
         if self.sampling.max_new_tokens >= self.limits.episode_tokens:
             most = self.limits.episode_tokens
             wrong["max_response_tokens"] = f"max_episode_tokens={most} must hold a prompt and a turn; use less"
-        if self.on_episode_failure == "drop" and self.least_episodes > self.sampling.n:
+        if self.is_set("least_episodes") and self.least_episodes > self.sampling.n:
             wrong["least_episodes"] = f"a group has samples_per_prompt={self.sampling.n} episodes; use at most that"
         if wrong:
             raise _blaming(self, wrong)

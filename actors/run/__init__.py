@@ -26,11 +26,13 @@ if TYPE_CHECKING:
     from actors.run.evaluation import evaluate as evaluate
     from actors.run.run import OnStep as OnStep
     from actors.run.sampling import RunResult as RunResult
+    from actors.run.session import require_one_session as require_one_session
     from actors.run.stop import StopRequest as StopRequest
     from actors.train.model import GroupModel as GroupModel
     from actors.train.model import update_metrics as update_metrics
     from actors.watch.console import Phases as Phases
     from actors.watch.console import announce as announce
+    from actors.watch.console import warn as warn
     from actors.watch.metrics import MetricsWriter as MetricsWriter
     from rl_backend.algorithm.sequences import Advantage as Advantage
     from rl_backend.algorithm.sequences import kl_metrics as kl_metrics
@@ -73,11 +75,13 @@ _MODULES = {
     "overlaid": "rl_backend.options.option_set",
     "parse_config": "rl_backend.options.command_line",
     "positions_of": "actors.rollout.config",
+    "require_one_session": "actors.run.session",
     "rewards_of_tokens": "rl_backend.algorithm.sequences",
     "run_command": "actors.run.command_line",
     "to_sequences": "rl_backend.algorithm.sequences",
     "update_metrics": "actors.train.model",
     "update_parts": "rl_backend.algorithm.sequences",
+    "warn": "actors.watch.console",
     "with_advantages": "rl_backend.algorithm.sequences",
     "with_episode_gae": "rl_backend.algorithm.sequences",
     "with_outputs": "rl_backend.algorithm.sequences",

@@ -28,7 +28,7 @@ from actors.rollout.group.group import RolloutGroup
 from actors.rollout.placement import with_share
 from actors.rollout.tokens import RolloutTokens
 from actors.run.session import log_of_engines, ray_is
-from actors.watch.console import Phases, warn
+from actors.watch.console import Phases, say, warn
 from rl_backend.checkpoint.durable_commit import replace_text
 from rl_backend.contracts import BaseConfig, ConfigError
 from rl_backend.data.examples import DataConfig
@@ -125,7 +125,11 @@ class EvalConfig(BaseConfig):
         one, given = self.sampling, gives(self, "sampling.temperature")
         several = one if one.temperature or given else one.replace(temperature=1.0)
         sets = self.eval_sets.items()
-        return {name: each.sampling(several if each.n != 1 else one, greedy=not given) for name, each in sets}
+        # One response of a set that has a temperature is cut as the evaluation says.
+        return {
+            name: each.sampling(several if each.n != 1 else one, greedy=not (given or each.temperature))
+            for name, each in sets
+        }
 
     @property
     def longest_sequence(self) -> int:
@@ -169,6 +173,8 @@ def evaluate(config: EvalConfig, rollout: RolloutGroup | None = None) -> dict[st
     with phases.phase("data", f"reading {count(len(config.eval_sets), 'held-out set')}"):
         new_ends = partial(Ends, config.model, tokenizer, config.data)
         sets = load_held_out(config.eval_sets, config.eval_sampling, load, new_ends)
+    for note in filter(None, (each.note for each in sets)):
+        say(note)
     with ExitStack() as stack:
         stack.callback(reward.close)
         if rollout is None:
@@ -207,7 +213,8 @@ def _write(folder: Path, config: EvalConfig, results: Sequence[HeldOutResult], t
         lines = [json_text(line, ensure_ascii=False) for result in results for line in result.lines(tokenizer)]
         replace_text(folder / ANSWERS, "".join(f"{line}\n" for line in lines))
         metrics = {name: value for result in results for name, value in result.metrics.items()}
-        facts = {"config": config.model_dump(mode="json"), "metrics": metrics}
+        notes = [note for result in results if (note := result.held_out.note)]
+        facts = {"config": config.model_dump(mode="json"), "metrics": metrics, "notes": notes}
         replace_text(folder / RESULTS, json_text(facts, indent=2) + "\n")
 
 

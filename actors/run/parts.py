@@ -1,4 +1,4 @@
-"""Parts of a run: what it works with, can lose, and can build again."""
+"""Parts of a run: models, engines, and the sync between policy and engines."""
 
 from __future__ import annotations
 
@@ -48,10 +48,8 @@ class Parts:
         self._config, self._session, self._phases = config, session, phases
         self._owner, self._borrowed = owner, borrowed
         self.groups = list(session.groups)
-        self._built: list[tuple[ModelRecipe, GroupModel]] = []
         self._tenants = ExitStack()
         self._connection = ExitStack()
-        self._connected: tuple[GroupModel, TransportName] | None = None
         self._sync: WeightSync | None = None
         self._recovered = self._recoveries()
 
@@ -65,43 +63,50 @@ class Parts:
         return max(group.peak_memory for group in self.groups)
 
     def take_recoveries(self) -> dict[str, float]:
-        """Metrics of the recoveries of training groups since the last call; empty without any."""
+        """Metrics of the recoveries and changes of layout of training groups since the last call; empty without any."""
         before, self._recovered = self._recovered, self._recoveries()
-        found = {name: value - before[name] for name, value in self._recovered.items()}
-        return found if found["recovery/count"] > 0 else {}
+        new = {name: value - before[name] for name, value in self._recovered.items()}
+        kinds = [kind for kind in ("recovery", "reshape") if new[f"{kind}/count"]]
+        found = {name: value for name, value in new.items() if name.partition("/")[0] in kinds}
+        return found | ({"reshape/ranks": sum(group.num_ranks for group in self.groups)} if "reshape" in kinds else {})
 
     def _recoveries(self) -> dict[str, float]:
         events = [event for group in self.groups for event in group.recoveries]
+        reshapes = [event for group in self.groups for event in group.reshapes]
         return {
             "recovery/count": len(events),
             "recovery/steps_repeated": sum(event.steps for event in events),
             "recovery/operations_repeated": sum(event.operations for event in events),
             "recovery/seconds_lost": sum(event.seconds for event in events),
+            "reshape/count": len(reshapes),
+            "reshape/seconds": sum(event.seconds for event in reshapes),
         }
 
     def build(self, recipe: ModelRecipe) -> GroupModel:
-        model = self._make(recipe)
-        self._built.append((recipe, model))
-        return model
-
-    def replace_group(self, number: int, group: TrainGroup) -> None:
-        """Builds the models of a training group on another one, with the weights that they began with.
-
-        Their references stay, and engines get weights from the new group. A checkpoint is to be loaded next.
-        """
-        # References that loops hold stay: only what they point at changes.
-        lost, self.groups[number] = self.groups[number], group
-        for recipe, model in self._built:
-            if model.group is lost:
-                made = self._make(recipe)
-                model.point_at(made.group, made.handle, made.base)
-        if self._connected is not None and self._connected[0].group is group:
-            self.connect(*self._connected)
+        config, name = self._config, recipe.name
+        group, path = self.groups[min(recipe.group, len(self.groups) - 1)], local_model(recipe.hf_path or config.model)
+        optimizer = recipe.optimizer
+        if not recipe.forward_only:
+            optimizer = optimizer or config.train.backend_cfg.optimizer
+        if not config.lora.rank:
+            with self._phases.phase("model", f"loading {name}"):
+                handle = group.build_model(
+                    name=name, forward_only=recipe.forward_only, head=recipe.head, hf_path=path, optimizer=optimizer
+                )
+            return GroupModel(group, handle, recipe.router_replay)
+        with self._phases.phase("model", f"loading the frozen model below {name}"):
+            base = self._session.base(group, path)
+        if recipe.forward_only:
+            return GroupModel(group, base)
+        lora, name = tenant_config(filled(config, "lora")), f"{self._owner}/{name}"
+        tenant = group.create_lora_adapter(base, lora, optimizer, name=name, head=recipe.head)
+        if self._borrowed:
+            self._tenants.callback(_remove, group, tenant)
+        return GroupModel(group, tenant, recipe.router_replay, base, path)
 
     def connect(self, policy: GroupModel, transport: TransportName) -> None:
         """Engines get the weights of this model from :meth:`push`: of a LoRA tenant the adapter, or all weights merged."""
         self._connection.close()
-        self._connected = policy, transport
         rollout, enter = self.rollout, self._connection.enter_context
         if policy.base is not None and self._config.pushes_adapters:
             with self._phases.phase("push", "the frozen model's weights to the engines"):
@@ -126,28 +131,6 @@ class Parts:
             self._connection.__exit__(*error)
         finally:
             self._tenants.__exit__(*error)
-
-    def _make(self, recipe: ModelRecipe) -> GroupModel:
-        config, name = self._config, recipe.name
-        group, path = self.groups[min(recipe.group, len(self.groups) - 1)], local_model(recipe.hf_path or config.model)
-        optimizer = recipe.optimizer
-        if not recipe.forward_only:
-            optimizer = optimizer or config.train.backend_cfg.optimizer
-        if not config.lora.rank:
-            with self._phases.phase("model", f"loading {name}"):
-                handle = group.build_model(
-                    name=name, forward_only=recipe.forward_only, head=recipe.head, hf_path=path, optimizer=optimizer
-                )
-            return GroupModel(group, handle, recipe.router_replay)
-        with self._phases.phase("model", f"loading the frozen model below {name}"):
-            base = self._session.base(group, path)
-        if recipe.forward_only:
-            return GroupModel(group, base)
-        lora, name = tenant_config(filled(config, "lora")), f"{self._owner}/{name}"
-        tenant = group.create_lora_adapter(base, lora, optimizer, name=name, head=recipe.head)
-        if self._borrowed:
-            self._tenants.callback(_remove, group, tenant)
-        return GroupModel(group, tenant, recipe.router_replay, base, path)
 
     def _withdraw(self, adapter: str) -> None:
         with suppress(RLBackendError):  # engines that are lost have no adapters any more, nor those that never got it

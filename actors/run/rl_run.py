@@ -47,7 +47,7 @@ class RLRun(Run[RLConfig]):
     ) -> None:
         super().__init__(config, session, on_step, label=label, stop=stop)
         with self.phase("data", f"reading {self.config.dataset}"):
-            self.inputs = load_inputs(self.config)
+            self.inputs = load_inputs(self.config, self.start.progress.taken)
 
     def begin(
         self,
@@ -100,7 +100,7 @@ class EpisodeRun(Run[EpisodeConfig]):
     ) -> None:
         super().__init__(config, session, on_step, label=label, stop=stop)
         with self.phase("data", f"reading {self.config.dataset}, and {self.config.task}"):
-            self.inputs = load_episode_inputs(self.config)
+            self.inputs = load_episode_inputs(self.config, self.start.progress.taken)
 
     def begin(self, title: str, trained: Mapping[str, GroupModel], facts: Sequence[str] = ()) -> None:
         config, inputs, start = self.config, self.inputs, self.start

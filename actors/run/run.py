@@ -30,13 +30,14 @@ from actors.run.saver import RunSaver
 from actors.run.session import Session, borrowed_session, chosen_of, open_session, require_paths
 from actors.run.stop import StopRequest
 from actors.train.model import GroupModel, RouterReplayMode
+from actors.train.recovery import Reshaped
 from actors.watch.console import Phases, StepLines, command_began, say, say_facts, warn
 from actors.watch.engines import EngineEvents
 from actors.watch.health_metrics import HealthWarnings
 from actors.watch.metrics import Clock
 from actors.watch.trace import TraceSource
 from rl_backend.checkpoint.peft_files import write_peft_directory
-from rl_backend.contracts import Head, OptimizerConfig, RLBackendError
+from rl_backend.contracts import Head, OptimizerConfig, RLBackendError, RuntimeConfig
 from rl_backend.lab.text import as_number, finite
 
 # Of a checkpoint's state: metrics of its step and health, under names that checkpoints have.
@@ -214,7 +215,8 @@ class Run[C: RunConfig]:
         with an error where the step is beyond one of the ``health`` limits that are to stop it.
 
         The run adds ``tokens_per_second/<phase>`` and ``peak_memory_gib``, of the rank that has held most so far, to
-        ``metrics``, and ``recovery/...`` where training ranks were replaced in the step.
+        ``metrics``, ``recovery/...`` where training ranks were replaced in the step, and ``reshape/...`` where a group got
+        another layout.
         """
         step, clock, sampling = self._step, self._clock, self._sampling
         self.last_metrics = dict(metrics)
@@ -238,6 +240,23 @@ class Run[C: RunConfig]:
             self._on_step(step, measured)
         if self._health.stop:
             raise RLBackendError(f"{self._health.stop}. The run stops here: health.on_limit=stop")
+        for group in self._parts.groups if step < self.config.steps else ():
+            if group.has_room:
+                self._saver.finish()
+                self._say_reshaped(group.grow())
+
+    def reshape(self, ranks: int, config: RuntimeConfig | None = None, *, group: int = 0, **sizes: int) -> None:
+        """Moves a training group to another number of ranks or another layout between two steps, from memory.
+
+        Arguments and errors are those of :meth:`~actors.train.group.TrainGroup.reshape`. A run that continues from a later
+        checkpoint has the layout of its configuration.
+        """
+        self._saver.finish()
+        self._say_reshaped(self._parts.groups[group].reshape(ranks, config, **sizes))
+
+    def _say_reshaped(self, reshaped: Reshaped | None) -> None:
+        if reshaped is not None:
+            say(f"{self.label}{reshaped.describe()}")
 
     def save_model(self, model: GroupModel, name: str = "model") -> Path:
         """Writes a model as a Hugging Face directory of the run's folder.

@@ -6,7 +6,7 @@ import os
 import tempfile
 import threading
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,7 +19,7 @@ from actors.cluster.placement import ClusterShare, share_cluster
 from actors.cluster.session import raised_on_sigterm, ray_session
 from actors.folder.lock import usable_run_dir
 from actors.options.config import with_local_model
-from actors.options.sampled_config import RunConfig
+from actors.options.sampled_config import RunConfig, SampledConfig
 from actors.rollout.config import RolloutConfig
 from actors.rollout.group.group import RolloutGroup
 from actors.sync.push import WeightSync
@@ -28,9 +28,9 @@ from actors.train.context import HandleRef, RankContext
 from actors.train.group import TrainGroup
 from actors.train.pulse import WaitBounds
 from actors.watch.console import Phases
-from rl_backend.contracts import ConfigError, RolloutError, RuntimeConfig
+from rl_backend.contracts import ConfigError, RolloutError
 from rl_backend.lab.text import count
-from rl_backend.options.option_set import get, has
+from rl_backend.options.option_set import get, has, options_of
 
 ENGINES_LOG = "engines.log"
 
@@ -38,6 +38,12 @@ ENGINES_LOG = "engines.log"
 # the cluster.
 _OF_A_RUN = {"model_path", "max_model_len", "load_tokenizer", "max_adapters", "max_adapter_rank"}
 _OF_THE_CLUSTER = {"cores_per_engine", "cores", "placement", "gpus_per_worker", "gpu_memory_utilization"}
+
+# Options of which a session has one value for all of its runs; but for optimizers.
+_OF_ALL_RUNS = {
+    *("train", "rollout", "ranks", "min_ranks", "dtype", "placement", "transport", "recover"),
+    *("rank_silence", "operation_timeout"),
+}
 
 
 @dataclass
@@ -111,8 +117,8 @@ class Session:
         """Refuses a ``config`` that would open another session itself, apart from its cores."""
         wanted: dict[str, Any] = {"training groups": config.training_groups, "ranks": config.ranks}
         found: dict[str, Any] = {"training groups": len(self.groups), "ranks": self.groups[0].num_ranks}
-        wanted |= _flat(config.runtime_config())
-        found |= _flat(self.groups[0].config)
+        wanted |= _leaves(config.runtime_config().model_dump(mode="json", exclude={"hf_path"}))
+        found |= _leaves(self.groups[0].config.model_dump(mode="json", exclude={"hf_path"}))
         asked = config.rollout_config(ClusterShare(1, 1, 0))
         engines = None if self.rollout is None else self.rollout.config
         if asked is not None:
@@ -132,11 +138,42 @@ class Session:
             raise ConfigError.of("session", has, f"the run asks for {asks}; open one for it with open_session(config)")
 
 
-def _flat(config: RuntimeConfig) -> dict[str, Any]:
-    fields = config.model_dump(mode="json", exclude={"hf_path"})
-    backend: dict[str, Any] = fields.pop("backend_cfg")
-    backend.pop("optimizer", None)
-    return fields | {f"backend_cfg.{name}": value for name, value in backend.items()}
+def _leaves(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Place -> value, without those of an optimizer."""
+    found: dict[str, Any] = {}
+    for name, value in values.items():
+        if not isinstance(value, Mapping):
+            found[prefix + name] = value
+        elif name != "optimizer":
+            found |= _leaves(value, f"{prefix}{name}.")
+    return found
+
+
+def require_one_session(shared: SampledConfig, users: Mapping[str, SampledConfig]) -> None:
+    """Refuses a user, by name, who could not run beside the others on the session that ``shared`` opens."""
+    opened = _leaves(shared.model_dump(mode="json", include=_OF_ALL_RUNS))
+    saves = any(user.save_every for user in users.values())
+    for name, user in users.items():
+        asked = _leaves(user.model_dump(mode="json", include=_OF_ALL_RUNS))
+        wrong = [
+            (
+                options_of(type(user)).name_of(place),
+                asked.get(place),
+                f"is {opened.get(place)!r} for all users; set it for all",
+            )
+            for place in opened | asked
+            if opened.get(place) != asked.get(place)
+        ]
+        if saves and not user.save_every and user.recover != "memory":
+            problem = "others save checkpoints, and a dead rank's tenants are recovered together; set it, or recover=memory"
+            wrong.append(("save_every", 0, problem))
+        if user.longest_sampled > shared.rollout.max_model_len:
+            problem = f"its sequences have up to {user.longest_sampled} tokens; set it for all"
+            wrong.append(("rollout.max_model_len", shared.rollout.max_model_len, problem))
+        if wrong:
+            kind = type(user).__name__
+            error = ConfigError.of_all([(f"{kind}.{option}", *rest) for option, *rest in wrong])
+            raise ConfigError(f"user {name!r}: {error}")
 
 
 @contextmanager
@@ -148,6 +185,7 @@ def open_session(config: RunConfig, phases: Phases | None = None) -> Iterator[Se
     """
     config = choose_micro_batch(with_local_model(config), {}).config
     ranks, engines = config.ranks * config.training_groups, config.num_engines
+    recovers = config.recover == "memory" or any(run.save_every for run in config.runs().values())
     phases = phases or Phases()
     with ExitStack() as stack:
         with phases.phase("ray", ray_is()):
@@ -164,7 +202,8 @@ def open_session(config: RunConfig, phases: Phases | None = None) -> Iterator[Se
                         share.gpus,
                         placement=config.placement,
                         bounds=WaitBounds(config.rank_silence, config.operation_timeout),
-                        recover=config.recover if config.save_every or config.recover == "memory" else "off",
+                        recover=config.recover if recovers else "off",
+                        min_ranks=config.min_ranks,
                     )
                 )
                 for _ in range(config.training_groups)

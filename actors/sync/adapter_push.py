@@ -93,7 +93,8 @@ def send_canary(
     different = list(dict.fromkeys(answer.ids for pair in answers.values() for answer in pair))
     if not different:
         return ()
-    judged = train.run_on_ranks(log_probs_of_trainer, tenant, adapter.version, different)[tenant.source_ranks[0]]
+    # Of the first rank that has outputs in the layout of now.
+    judged = next(filter(None, train.run_on_ranks(log_probs_of_trainer, tenant, adapter.version, different)), None)
     if judged is None:
         return ()
     tolerance = _TOLERANCES[rollout.config.dtype] if canary.tolerance is None else canary.tolerance

@@ -15,7 +15,7 @@ from actors.rollout.group.group import RolloutGroup
 from actors.sync.adapter_push import AdapterPush, Canary
 from actors.sync.gpu_transports import CudaIpcTransport, NcclTransport, StreamingTransport, devices_of_two
 from actors.sync.report import PushClock, PushReport
-from actors.sync.source import SourceRanks, pinned
+from actors.sync.source import SourceRanks, layout_of, pinned
 from actors.sync.staged_transports import (
     GlooTransport,
     PushPlan,
@@ -275,6 +275,9 @@ class WeightSync:
         digests = {info.name: info.digest for info in manifest.tensors}
         before, self._digests = self._digests, (manifest.version, self._ranks, digests)
         if before is None or before[0] != manifest.version or before[1] == self._ranks:
+            return
+        # In another layout the same weights have other bits.
+        if layout_of(before[1]) != layout_of(self._ranks):
             return
         if wrong := [name for name in digests if digests[name] != before[2].get(name)]:
             raise WeightCheckError(

@@ -8,7 +8,7 @@ from typing import Any, Concatenate, Protocol
 import torch
 from torch import Tensor
 
-from actors.train.group import TrainGroup
+from actors.train.group import PinnedRanks, TrainGroup
 from rl_backend.contracts import ConfigError, TensorInfo
 
 
@@ -42,6 +42,11 @@ class SourceRanks(Protocol):
 def pinned(train: SourceRanks) -> SourceRanks:
     """Of a group the ranks that it has now: what a push leaves in their memory is not in that of others."""
     return train.pinned() if isinstance(train, TrainGroup) else train
+
+
+def layout_of(ranks: SourceRanks) -> int:
+    """How often the layout had changed when these were the ranks."""
+    return ranks.layout if isinstance(ranks, PinnedRanks) else 0
 
 
 class WeightSource:

@@ -19,30 +19,32 @@ from typing import TYPE_CHECKING, Any, Concatenate, Self, overload
 from ray import cloudpickle
 from torch import Tensor
 
-from actors.cluster.placement import PlacementStrategy
-from actors.train import passes
+from actors.cluster.placement import AskedRoom, PlacementStrategy
 from actors.train.context import HandleRef, RankContext, RankFunction, lora_factors, refs_in, weight_version
-from actors.train.kept import CHANGES, READS, Facts, Kept, facts_of, models_in
+from actors.train.kept import CHANGES, READS, Answer, Call, Facts, Kept, calls_of, facts_of, models_in
+from actors.train.layout import Layout, check_fewest
 from actors.train.loss import LossSender
 from actors.train.order import Driver
 from actors.train.outcome import Apart, RankInfo
-from actors.train.passes import merged, spread, token_budget
+from actors.train.passes import Pass, PassOptions, token_budget
 from actors.train.pulse import BOUNDS, Recover, WaitBounds, end_processes
 from actors.train.ranks import GroupMembers, TrainRanks, start_ranks
-from actors.train.recovery import Recovered, Recovery
+from actors.train.recovery import Recovered, Recovery, Reshaped
 from rl_backend.contracts import (
     AdamParams,
+    ConfigError,
     ForwardResult,
     GroupFailedError,
     HandleError,
     Losses,
+    ParallelConfig,
     RLBackendError,
     RuntimeConfig,
     TokenSequence,
 )
 from rl_backend.contracts.atoms import Operation
 from rl_backend.data import sequences_from_tensordict
-from rl_backend.runtime import RouterReplay, Runtime
+from rl_backend.runtime import RouterReplay, Runtime, check_config
 
 if TYPE_CHECKING:
     from tensordict import TensorDictBase
@@ -163,6 +165,8 @@ class TrainGroup:
             stay valid. An operation in which ranks die twice ends the group. With ``memory`` they load what each model was
             after its last optimizer step, which a process on another node, or beside the ranks, keeps in memory; that needs
             no checkpoint.
+        min_ranks: of a group that recovers: where the cluster has no room for all ranks any more, fewer data-parallel ones
+            take their place, at least so many, until :meth:`grow`. 0 waits for all of them, and ends the group without.
 
     Raises:
         ConfigError: numbers, or a device in ``config``, that do not go together, or Ray is not initialised.
@@ -184,14 +188,17 @@ class TrainGroup:
         start_timeout: float = 300.0,
         bounds: WaitBounds = BOUNDS,
         recover: Recover = "off",
+        min_ranks: int = 0,
     ) -> None:
+        if min_ranks and recover == "off":
+            raise ConfigError.of("TrainGroup.min_ranks", min_ranks, "recover=off ends the group at the first death; use 0")
+        check_fewest("TrainGroup", config.backend_cfg.parallel, num_ranks, min_ranks)
         group_id = uuid.uuid4().hex
+        name = name or f"train-{group_id[:8]}"
         start = partial(
             start_ranks,
-            config,
             group_id=group_id,
-            name=name or f"train-{group_id[:8]}",
-            num_ranks=num_ranks,
+            name=name,
             cores_per_rank=cores_per_rank,
             gpus_per_rank=gpus_per_rank,
             placement=placement,
@@ -199,9 +206,15 @@ class TrainGroup:
             placement_timeout=placement_timeout,
             start_timeout=start_timeout,
         )
-        ranks = start()
+        ranks = start(config, num_ranks=num_ranks)
         ranks.bounds = bounds
-        recovery = None if recover == "off" else Recovery(ranks, start, in_memory=recover == "memory")
+        room = partial(
+            AskedRoom, cores_per_rank=cores_per_rank, gpus_per_rank=gpus_per_rank, strategy=placement, name=f"{name}-more"
+        )
+        recovery = None
+        if recover != "off":
+            layout, in_memory = Layout(config, num_ranks), recover == "memory"
+            recovery = Recovery(ranks, start, layout, in_memory=in_memory, min_ranks=min_ranks, ask_room=room)
         finalizer = weakref.finalize(self, ranks.members.kill if recovery is None else recovery.kill)
         self._over(config, ranks, finalizer, recovery)
 
@@ -346,7 +359,52 @@ class TrainGroup:
 
     def pinned(self) -> PinnedRanks:
         """The ranks that the group has now, for calls that build on what earlier ones left in a rank's memory."""
-        return PinnedRanks(self, self.epoch)
+        return PinnedRanks(self, self.epoch, 0 if self._recovery is None else self._recovery.num_layouts)
+
+    # Another layout, between two steps.
+
+    def reshape(self, num_ranks: int, config: RuntimeConfig | None = None, **sizes: int) -> Reshaped:
+        """Moves all models to ``num_ranks`` ranks in another layout, from memory, without a checkpoint.
+
+        Handles, futures, syncs and savers stay what they are. New ranks take the place of the old ones, for which the
+        cluster needs no more room than the larger of the two layouts.
+
+        Args:
+            config: of another runtime, or with other options; None takes the group's.
+            sizes: of :class:`~rl_backend.contracts.ParallelConfig`, as in ``tp=2``; one that is not given is 1, and the
+                ranks that are left over are data-parallel. Without any, those of a ``config``.
+
+        Raises:
+            ConfigError: a group with ``recover="off"``, or a layout that does not fit; nothing has changed.
+            HandleError: a model has gradients, or is being saved; nothing has changed.
+            RLBackendError: the ranks did not start, or cannot build the models; the group has the layout of before.
+            GroupFailedError: nor did the ranks of before start again.
+        """
+        if self._recovery is None:
+            raise ConfigError.of("TrainGroup.recover", "off", "a group gets another layout as it recovers; use memory")
+        if sizes or config is None:
+            config = config or self.config
+            config = config.replace(backend_cfg=config.backend_cfg.replace(parallel=ParallelConfig(**sizes)))
+        check_config(config, num_ranks)
+        reshaped = self._recovery.reshape(Layout(config, num_ranks))
+        self.config = config
+        return reshaped
+
+    @property
+    def has_room(self) -> bool:
+        """Whether the cluster has room again for the ranks that a group with ``min_ranks`` has lost; see :meth:`grow`."""
+        return self._recovery is not None and self._recovery.has_room
+
+    def grow(self) -> Reshaped | None:
+        """Gives the group all of its ranks back, as :meth:`reshape` does; None where it stays as it is, as that was said or
+        because a model is not between two steps.
+        """
+        return None if self._recovery is None else self._recovery.grow()
+
+    @property
+    def reshapes(self) -> tuple[Reshaped, ...]:
+        """Every time that the group got another layout, also of fewer ranks in a recovery."""
+        return () if self._recovery is None else tuple(self._recovery.reshapes)
 
     # Operations on models.
 
@@ -392,18 +450,10 @@ class TrainGroup:
         # Spread here, not on the ranks: wrong data is refused before an operation gets its number.
         rows = sequences if isinstance(sequences, Sequence) else sequences_from_tensordict(sequences)
         budget = token_budget(max_tokens_per_micro_batch, self.config.max_tokens_per_micro_batch)
-        trains, has_loss = not forward_only, loss is not None
-        replays = router_replay == "replay"
-        shares = spread(handle, rows, budget, trains=trains, has_loss=has_loss, replays=replays, meta=meta)
-        options = {"forward_only": forward_only, "router_replay": router_replay}
-        # Once for each data-parallel rank: those that share one get the same bytes.
-        pickled = [
-            cloudpickle.dumps(RankFunction(passes.forward_backward, (handle, data), options)) for data in shares.batches
-        ]
-        calls = [pickled[dp_rank] for dp_rank in handle.data_parallel_ranks]
+        options = PassOptions(budget, loss is not None, forward_only, router_replay, dict(meta or {}))
         models = frozenset[int]() if forward_only else models_in([handle]) or self._tenants_with(loss, handle)
         facts: Facts = ("reads" if forward_only else "changes", models, None)
-        return self._start("forward_backward", calls, partial(merged, handle, shares), loss, facts)
+        return self._start("forward_backward", Pass.over(self._laid_out(handle), rows, options), Pass.merged, loss, facts)
 
     @operation
     def forward(
@@ -529,6 +579,8 @@ class TrainGroup:
                 made = HandleRef.of(self._ranks.members.id, values)
                 # By its name: one that the runtime chose depends on what was built before.
                 self._ranks.keep(Operation(atom.name, {**arguments, "name": made.name}, made.key))
+                if self._recovery is not None:
+                    self._recovery.built(made)
                 return made
             if atom.frees:
                 self._ranks.forget(arguments["handle"].key)
@@ -548,6 +600,10 @@ class TrainGroup:
         names = loss.keys() if isinstance(loss, Mapping) else ()
         return frozenset(keys[name] for name in names) if keys.keys() >= set(names) else frozenset()
 
+    def _laid_out(self, handle: HandleRef) -> HandleRef:
+        """The handle with the layout that its model has now."""
+        return handle if self._recovery is None else self._recovery.models.get(handle.key, handle)
+
     def _require_mine(self, arguments: Iterable[Any]) -> None:
         for each in refs_in(arguments):
             if each.group_id != self._ranks.members.id:
@@ -561,37 +617,39 @@ class TrainGroup:
         facts: Facts = CHANGES,
         epoch: int | None = None,
     ) -> GroupFuture[R]:
-        return self._start(title, [cloudpickle.dumps(call)] * self.num_ranks, finish, None, facts, epoch)
+        return self._start(title, cloudpickle.dumps(call), lambda _, values: finish(values), None, facts, epoch)
 
     def _start[R](
         self,
         title: str,
-        calls: Sequence[bytes],
-        finish: Callable[[list[Any]], R],
+        call: Call,
+        finish: Callable[[Any, list[Any]], R],
         loss: Losses | None = None,
         facts: Facts = CHANGES,
         epoch: int | None = None,
     ) -> GroupFuture[R]:
-        """Call r on rank r; the result is what ``finish`` makes of those of the ranks."""
+        """The result is what ``finish`` makes of what the ranks were sent and of their results."""
         recovery, sent = self._recovery, None if loss is None else self._losses.send(loss)
         if recovery is None:
             ranks = self._ranks
-            header, refs = ranks.dispatch(title, calls, sent)
-            # Without the calls, which a future that is held would keep.
-            kept = Kept(header, (), sent, *facts, refs, ranks)
+            header, refs = ranks.dispatch(title, calls_of(call, self.num_ranks), sent)
+            # Without what a future that is held would keep, and nobody asks for.
+            kept = Kept(header, b"" if isinstance(call, bytes) else call, sent, *facts, refs, ranks)
         else:
-            kept = recovery.send(title, calls, sent, facts, epoch)
+            kept = recovery.send(title, call, sent, facts, epoch)
 
         def wait(timeout: float | None) -> R:
             if recovery is None:
                 values = kept.ranks.collect(kept.title, kept.number, kept.outcomes, timeout)
+                answer = Answer(values, kept.refs, kept.call)
             else:
-                values = recovery.result(kept, timeout)
+                answer = recovery.result(kept, timeout)
             return finish(
+                answer.call,
                 [
                     value._replace(stored=stored) if isinstance(value, Apart) else value
-                    for value, (_, stored) in zip(values, kept.refs, strict=True)
-                ]
+                    for value, (_, stored) in zip(answer.values, answer.refs, strict=True)
+                ],
             )
 
         return GroupFuture(kept.title, wait, lambda: kept.ranks.ready(kept.outcomes))
@@ -605,6 +663,7 @@ class PinnedRanks:
 
     group: TrainGroup
     epoch: int
+    layout: int = 0
 
     def run_on_ranks[**P, R](
         self, function: Callable[Concatenate[RankContext, P], R], *args: P.args, **kwargs: P.kwargs

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, fields, is_dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, NoReturn, Protocol
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, NoReturn, Protocol
 
 import xxhash
 from ray import cloudpickle
@@ -20,12 +20,34 @@ from rl_backend.contracts import RLBackendError
 from rl_backend.contracts.atoms import Operation
 from rl_backend.weights.inspection import tensor_digest
 
+if TYPE_CHECKING:
+    from actors.train.passes import Pass
+
 type Role = Literal["builds", "changes", "reads", "pinned"]
 """``builds``: makes or frees a model. ``changes``: its state. ``reads``: leaves all as it is. ``pinned``: means nothing to
 other ranks than those that it was sent to."""
 
 type Facts = tuple[Role, frozenset[int], Path | None]
 """How an operation is kept: its role, the keys of its models (none where that is not known), where it saves."""
+
+
+class Spread(Protocol):
+    """A call of which each data-parallel rank gets a share, as :class:`~actors.train.passes.Pass` is one."""
+
+    @property
+    def handle(self) -> HandleRef: ...
+
+    @property
+    def shares(self) -> Sequence[bytes]: ...
+
+    @property
+    def calls(self) -> Sequence[bytes]: ...
+
+    def on(self, handle: HandleRef) -> Spread: ...
+
+
+type Call = bytes | Spread
+"""What ranks are sent, pickled: all of them the same, or each its share."""
 
 # After these no gradients are left that the next step would take.
 _WITHOUT_GRADIENTS = ("optimizer_step", "zero_grad", "load_checkpoint")
@@ -62,12 +84,19 @@ class Ranks(Protocol):
     def end(self) -> None: ...
 
 
+class Answer(NamedTuple):
+    """The results of the ranks, with what each of them has stored, and what they were sent."""
+
+    values: list[Any]
+    refs: Sequence[tuple[Any, Any]]
+    call: Call
+
+
 @dataclass(eq=False)
 class Kept:
     """One operation as it was sent.
 
     Attributes:
-        calls: pickled, one for each rank; those of ranks with the same data are one object.
         models: keys of the models that it works on; empty where that is not known.
         saves_to: where it writes a checkpoint.
         boundary: of a load, the state in memory that it loads.
@@ -78,7 +107,7 @@ class Kept:
     """
 
     header: OperationHeader
-    calls: Sequence[bytes]
+    call: Call
     loss: SentLoss | None
     role: Role
     models: frozenset[int]
@@ -105,7 +134,7 @@ class Kept:
 
     @property
     def nbytes(self) -> int:
-        return sum(map(len, {id(call): call for call in self.calls}.values()))
+        return sum(map(len, [self.call] if isinstance(self.call, bytes) else self.call.shares))
 
     def note(self, values: Sequence[Any]) -> None:
         """Notes the results of the ranks; raises where they were others before: a repeat that is none."""
@@ -167,7 +196,7 @@ class KeptOperations:
         save = found[-1]
         load = Operation("load_checkpoint", {"handle": handle, "path": committed})
         # In its place: what others did before and after it stays in order.
-        save.calls, save.saves_to, save.digest = [cloudpickle.dumps(load)] * len(save.calls), None, ""
+        save.call, save.saves_to, save.digest = cloudpickle.dumps(load), None, ""
         save.header, save.answered = replace(save.header, name=load.name), True
         self._bounded(handle.key, save)
 
@@ -179,6 +208,15 @@ class KeptOperations:
 
     def boundaries(self) -> list[Any]:
         return [kept.boundary for kept in self._kept if kept.boundary is not None]
+
+    def boundary_of(self, model: int) -> int:
+        """The number of its boundary; 0 without one."""
+        return self._boundaries.get(model, 0)
+
+    def in_another_layout(self) -> None:
+        """Ranks of other numbers answer with other results, each of which may be asked of them as if for the first time."""
+        for kept in self._kept:
+            kept.digest, kept.deaths = "", 0
 
     def is_saving(self, model: int) -> bool:
         """Whether a checkpoint is being written, which ranks that die now must write again, from the state that it had."""
@@ -221,6 +259,11 @@ class KeptOperations:
             if kept.number < before and kept.role == "changes" and (model in kept.models or not kept.models):
                 left = kept.header.name == "forward_backward" or (left and kept.header.name not in _WITHOUT_GRADIENTS)
         return left
+
+
+def calls_of(call: Call, num_ranks: int) -> Sequence[bytes]:
+    """What each rank is sent; the same object where it is the same."""
+    return [call] * num_ranks if isinstance(call, bytes) else call.calls
 
 
 def facts_of(operation: Operation) -> Facts:

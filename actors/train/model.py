@@ -13,7 +13,7 @@ from actors.train.context import HandleRef
 from actors.train.group import TrainGroup
 from actors.train.loss import Loss
 from rl_backend.checkpoint.hf_reader import read_hf_config
-from rl_backend.contracts import ConfigError, Metric, TokenSequence, merge_metrics, text_config
+from rl_backend.contracts import TOKENS_COMPUTED, ConfigError, Metric, TokenSequence, merge_metrics, text_config
 from rl_backend.runtime import RouterReplay
 
 type RouterReplayMode = Literal["off", "R2", "R3"]
@@ -35,7 +35,10 @@ class Update(NamedTuple):
 
 
 def update_metrics(updates: Sequence[Update]) -> dict[str, float]:
-    means = {name: metric.mean for name, metric in merge_metrics([update.metrics for update in updates]).items()}
+    merged = merge_metrics([update.metrics for update in updates])
+    means = {name: metric.mean for name, metric in merged.items()}
+    if TOKENS_COMPUTED in merged:
+        means |= {TOKENS_COMPUTED: merged[TOKENS_COMPUTED].sum, "tokens_trained": merged[TOKENS_COMPUTED].weight}
     norms = [update.grad_norm for update in updates]
     # max() may pass over a NaN.
     return means | {
@@ -61,7 +64,7 @@ class TokenCount:
 
 @dataclass(eq=False)
 class GroupModel:
-    """The reference to a model of a run: a handle, and the training group that it lives on now.
+    """The reference to a model of a run: a handle, and the training group that it lives on.
 
     Operations on models of one group run one after the other, on models of different groups at the same time.
 
@@ -77,10 +80,6 @@ class GroupModel:
     base: HandleRef | None = None
     hf_path: str = ""
     tokens: TokenCount = field(default_factory=TokenCount, repr=False)
-
-    def point_at(self, group: TrainGroup, handle: HandleRef, base: HandleRef | None = None) -> None:
-        """The model lives on another group from now on; operations that were submitted before are not repeated there."""
-        self.group, self.handle, self.base = group, handle, base
 
     def submit_outputs(
         self,

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import torch
+from ray import cloudpickle
 from torch import Tensor
 
-from actors.train.context import HandleRef, RankContext
+from actors.train.context import HandleRef, RankContext, RankFunction
 from rl_backend.contracts import (
     TARGET_IDS,
     BatchError,
@@ -31,6 +32,7 @@ from rl_backend.data import (
     plan_tenants,
     restore_order,
 )
+from rl_backend.runtime import RouterReplay
 
 
 class TenantForward(NamedTuple):
@@ -56,6 +58,68 @@ class Shares(NamedTuple):
     plan: MicroBatchPlan
     seq_lens: Sequence[int]
     tenants: Sequence[int] = ()
+
+
+class PassOptions(NamedTuple):
+    """What a pass is asked beside its sequences; ``meta`` as the caller gave it."""
+
+    max_tokens: int
+    has_loss: bool
+    forward_only: bool
+    router_replay: RouterReplay
+    meta: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Pass:
+    """A pass as it is sent, spread over the layout of its model.
+
+    Attributes:
+        handle: with the layout.
+        divided: how the sequences are, without the batches themselves.
+        shares: pickled, one for each data-parallel rank: those that share one get the same bytes.
+    """
+
+    handle: HandleRef
+    options: PassOptions
+    divided: Shares
+    shares: Sequence[bytes]
+
+    @classmethod
+    def over(cls, handle: HandleRef, rows: Sequence[TokenSequence], options: PassOptions) -> Self:
+        """Raises :class:`~rl_backend.contracts.BatchError` for data that does not fit its contract."""
+        given: dict[str, Any] = {"forward_only": options.forward_only, "router_replay": options.router_replay}
+        divided = spread(
+            handle,
+            rows,
+            options.max_tokens,
+            trains=not options.forward_only,
+            has_loss=options.has_loss,
+            replays=options.router_replay == "replay",
+            meta=options.meta,
+        )
+        shares = [cloudpickle.dumps(RankFunction(forward_backward, (handle, data), given)) for data in divided.batches]
+        return cls(handle, options, divided._replace(batches=()), shares)
+
+    @property
+    def calls(self) -> Sequence[bytes]:
+        return [self.shares[dp_rank] for dp_rank in self.handle.data_parallel_ranks]
+
+    def on(self, handle: HandleRef) -> Self:
+        """The same pass, spread over another layout of the model."""
+        batches = (cloudpickle.loads(share).args[1] for share in self.shares)
+        rows = [[row for batch in of_rank for row in _unpacked(batch)] for of_rank in batches]
+        return self.over(handle, restore_order(self.divided.plan, rows), self.options)
+
+    def merged(self, values: Sequence[RankForward]) -> ForwardResult:
+        return merged(self.handle, self.divided, values)
+
+
+def _unpacked(batch: PackedBatch) -> Iterator[TokenSequence]:
+    fields = {name: batch.split(value) for name, value in batch.token_fields.items()}
+    for index, ids in enumerate(batch.split(batch.input_ids)):
+        own = {name: value[index] for name, value in batch.sequence_fields.items()}
+        yield TokenSequence(ids, {name: rows[index] for name, rows in fields.items()}, own)
 
 
 def spread(

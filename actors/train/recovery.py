@@ -6,14 +6,17 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 from ray import cloudpickle
 
 from actors.cluster import prometheus
+from actors.cluster.placement import AskedRoom
 from actors.train.context import HandleRef, RankContext, RankFunction
-from actors.train.kept import Facts, Kept, KeptOperations, Ranks
+from actors.train.kept import READS, Answer, Call, Facts, Kept, KeptOperations, Ranks, calls_of
+from actors.train.layout import Layout
 from actors.train.loss import SentLoss
 from actors.train.memory_boundary import MemoryBoundaries, load_call
 from actors.train.order import Driver, OperationHeader
@@ -22,9 +25,12 @@ from actors.train.pulse import end_processes
 from rl_backend.checkpoint.durable_commit import discard_draft
 from rl_backend.contracts import (
     GroupFailedError,
+    HandleError,
     OperationOrderError,
     RanksReplacedError,
     RLBackendError,
+    RuntimeConfig,
+    UnsupportedError,
 )
 from rl_backend.lab.text import count, duration
 from rl_backend.trace.recorder import span
@@ -36,8 +42,8 @@ MOST_KEPT_BYTES = 2**30
 MOST_DEATHS, MOST_STARTS = 2, 3
 _PAUSE_SECONDS, _START_SECONDS = 2.0, 60.0
 # For a state that ranks have written, until it has reached whoever keeps it: after the next step, while its pass runs; and
-# before what came since is run again, or given up.
-_NEAR_SECONDS, _TAKE_SECONDS = 0.5, 10.0
+# before what came since is run again, or given up; and while the group waits for it to get another layout.
+_NEAR_SECONDS, _TAKE_SECONDS, _MOVE_SECONDS = 0.5, 10.0, 600.0
 
 logger = logging.getLogger(__name__)
 
@@ -49,20 +55,36 @@ class Recovered(NamedTuple):
         reason: what became of those.
         operations, steps: run again, and how many of them were optimizer steps.
         seconds: from when the death was seen until the new ranks had caught up.
+        by: fewer ranks than those, for which the cluster had no room.
     """
 
     reason: str
     operations: int
     steps: int
     seconds: float
+    by: str = ""
 
     def describe(self) -> str:
         again = f"{count(self.operations, 'operation')} run again, {count(self.steps, 'optimizer step')} among them"
-        return f"{self.reason}: all ranks were replaced in {duration(self.seconds)} ({again}); the run goes on"
+        return f"{self.reason}: all ranks were replaced{self.by} in {duration(self.seconds)} ({again}); the run goes on"
+
+
+class Reshaped(NamedTuple):
+    """Another layout of a group, in words, and the seconds in which it did nothing else; a recovery counts its own."""
+
+    group: str
+    before: str
+    after: str
+    why: str
+    seconds: float
+
+    def describe(self) -> str:
+        because = f" ({self.why})" if self.why else ""
+        return f"training group {self.group!r} went from {self.before} to {self.after} in {duration(self.seconds)}{because}"
 
 
 class StartRanks[R](Protocol):
-    def __call__(self, *, driver: Driver, epoch: int, **limits: float) -> R: ...
+    def __call__(self, *, config: RuntimeConfig, num_ranks: int, driver: Driver, epoch: int, **limits: float) -> R: ...
 
 
 class Recovery[R: Ranks]:
@@ -70,43 +92,85 @@ class Recovery[R: Ranks]:
 
     New ranks have the numbers of the operations of those before, and so the same keys of models. They build the models,
     load the boundaries (see :class:`~actors.train.kept.KeptOperations`), and run what was asked since with the same data.
-    What had a result must have it again, bit for bit.
+    What had a result must have it again, bit for bit, unless they are in another layout.
 
     Args:
         start: other ranks of the same group.
         in_memory: the state of each model is kept in memory after each of its optimizer steps.
+        min_ranks: without room for all ranks, fewer data-parallel ones take their place, so many at least; 0: none do.
+        ask_room: asks the cluster for room for so many more ranks.
+
+    Attributes:
+        models: by their keys, as they are laid out now.
+        num_layouts: how often the group got another layout.
     """
 
     def __init__(
-        self, ranks: R, start: StartRanks[R], most_bytes: int = MOST_KEPT_BYTES, *, in_memory: bool = False
+        self,
+        ranks: R,
+        start: StartRanks[R],
+        layout: Layout,
+        most_bytes: int = MOST_KEPT_BYTES,
+        *,
+        in_memory: bool = False,
+        min_ranks: int = 0,
+        ask_room: Callable[[int], AskedRoom] | None = None,
     ) -> None:
         self.ranks = ranks
         self.epoch = 0
+        self.layout, self.num_layouts = layout, 0
+        self.models: dict[int, HandleRef] = {}
         self.events: list[Recovered] = []
+        self.reshapes: list[Reshaped] = []
         self.on_recovered: Callable[[str], None] = logger.warning
         self._start = start
         self._most_bytes = most_bytes
+        self._min_ranks, self._ask_room = min_ranks, ask_room
+        # What the group had before it got smaller, and the room for it.
+        self._wanted: Layout | None = None
+        self._room: AskedRoom | None = None
         self._kept = KeptOperations()
         self._number = 0
         self._off = ""
+        self._moves = False
         self._lock = self.steady = threading.RLock()
+        self._in_memory = in_memory
         self._memory: MemoryBoundaries | None = None
         if in_memory:
+            self._open_memory()
+
+    def _open_memory(self) -> MemoryBoundaries:
+        if self._memory is None:
             self._memory = MemoryBoundaries(lambda text: self.on_recovered(text))
-            self._memory.place(ranks.infos)
+            self._memory.place(self.ranks.infos)
+        return self._memory
 
     @property
     def wants_boundary(self) -> bool:
         return not self._off and self._kept.nbytes > self._most_bytes
 
+    @property
+    def has_room(self) -> bool:
+        """Whether a group that got smaller can have the ranks again that it had."""
+        room = self._room
+        return room is not None and not self._off and room.is_there
+
+    def built(self, handle: HandleRef) -> None:
+        # A build whose ranks were replaced before its result was read may be known already, as it is now.
+        self.models.setdefault(handle.key, handle)
+
     def bound(self, handle: HandleRef, saved: Path, committed: Path) -> None:
         with self._lock:
             self._kept.bound(handle, saved, committed)
+            # States that were kept for another layout alone.
+            if self._memory is not None and not self._in_memory and not self._kept.boundaries():
+                self._memory.close()
+                self._memory = None
 
     def stepped(self, handles: Sequence[HandleRef]) -> None:
         """The optimizer step of these models was sent just now."""
         with self._lock:
-            if self._memory is None or self._off:
+            if self._memory is None or self._off or not self._in_memory:
                 return
             self._take_boundaries(_TAKE_SECONDS if self.wants_boundary else _NEAR_SECONDS)
             wanted = {handle.key: handle for handle in (*handles, *self._memory.lost())}
@@ -117,6 +181,7 @@ class Recovery[R: Ranks]:
     def forget(self, handle: HandleRef) -> None:
         """The model is freed."""
         with self._lock:
+            self.models.pop(handle.key, None)
             self._kept.forget_model(handle.key)
             if self._memory is not None:
                 self._memory.forget(handle.key)
@@ -126,18 +191,132 @@ class Recovery[R: Ranks]:
         with self._lock:
             self._off = self._off or why
             self._kept.clear()
+            self._give_room_back()
             if self._memory is not None:
                 self._memory.close()
 
     def kill(self) -> None:
         self.ranks.members.kill()
+        self._give_room_back()
         if self._memory is not None:
             self._memory.close()
+
+    def reshape(self, layout: Layout, why: str = "") -> Reshaped:
+        """Moves the models to other ranks from states in memory; ``why`` is told.
+
+        Raises:
+            HandleError: a model has gradients or is being saved; nothing has changed.
+            RLBackendError: a state could not be kept, or the ranks did not start or build the models; the group goes on in
+                the layout of before.
+            GroupFailedError: that did not start again either.
+        """
+        with self._lock:
+            began = time.monotonic()
+            self._settle()
+            self._hold_states()
+            before = self.layout
+            self._wanted = None
+            self._give_room_back()
+            self._lay_out(layout)
+            try:
+                self._moves = True
+                self._replace({})
+            except Exception as error:
+                self._moves = False
+                self._lay_out(before)
+                self._try_to_replace(error if isinstance(error, GroupFailedError) else GroupFailedError(str(error)))
+                stays = f"training group {self.ranks.members.name!r} stays on {self.layout.describe()}"
+                raise RLBackendError(f"{stays}, because {layout.describe()} could not take over: {error}") from error
+            except BaseException:
+                self.stop("a change of the layout was interrupted")
+                raise
+            finally:
+                self._moves = False
+            return self._reshaped(before, why, time.monotonic() - began)
+
+    def grow(self) -> Reshaped | None:
+        """Gives a group that got smaller the ranks that it had; None where that cannot be now."""
+        with self._lock:
+            if self._wanted is None:
+                return None
+            try:
+                return self.reshape(self._wanted, "the cluster has room again")
+            except HandleError:  # at a later border
+                return None
+            except GroupFailedError:
+                raise
+            except RLBackendError as error:
+                self._wanted = None
+                self._give_room_back()
+                self.on_recovered(str(error))
+                return None
+
+    def _settle(self) -> None:
+        """Waits for all that was asked; raises where models are not between two steps."""
+        with suppress(Exception):  # finds ranks that are dead by now, and has others take their place
+            self.result(self.send("reshape", _NOTHING, None, READS), None)
+        for kept in self._kept.unanswered():
+            with suppress(Exception):  # whoever waits for it is told
+                self.result(kept, None)
+        if self._off:
+            raise RLBackendError(f"training group {self.ranks.members.name!r} keeps the layout that it has: {self._off}")
+        for handle in self.models.values():
+            if self._kept.has_gradients(handle.key) or self._kept.is_saving(handle.key):
+                has = "has gradients" if self._kept.has_gradients(handle.key) else "is being saved"
+                raise HandleError(
+                    f"model {handle.name!r} {has}; a group gets another layout between two steps, and after "
+                    "wait_for_checkpoint",
+                    name=handle.name,
+                )
+
+    def _hold_states(self) -> None:
+        """Brings the state of every model that is trained to memory outside of the ranks."""
+        memory = self._open_memory()
+        self._take_boundaries(_MOVE_SECONDS)
+        trained = [handle for handle in self.models.values() if not handle.forward_only]
+        numbers = [memory.make(handle, self.ranks) for handle in trained]
+        self._number = max([self._number, *filter(None, numbers)])
+        self._take_boundaries(_MOVE_SECONDS)
+        for handle, number in zip(trained, numbers, strict=True):
+            if self._kept.boundary_of(handle.key) != number:
+                raise RLBackendError(
+                    f"the state of {handle.name!r} could not be kept in memory, so training group "
+                    f"{self.ranks.members.name!r} keeps the layout that it has",
+                    name=handle.name,
+                )
+
+    def _lay_out(self, layout: Layout) -> None:
+        self.layout, self.num_layouts = layout, self.num_layouts + 1
+        self._kept.in_another_layout()
+
+    def _reshaped(self, before: Layout, why: str, seconds: float) -> Reshaped:
+        made = Reshaped(self.ranks.members.name, before.describe(), self.layout.describe(), why, seconds)
+        self.reshapes.append(made)
+        prometheus.count("rl_backend_reshapes_total", 1, group=self.ranks.members.id[:8])
+        return made
+
+    def _shrink(self, error: UnsupportedError) -> bool:
+        """Whether the cluster, which has no room for all ranks, may have some for fewer data-parallel ones."""
+        asked, free = error.details.get("asked"), error.details.get("free", {})
+        if not self._min_ranks or not asked:
+            return False
+        most = min(int(free[kind] * self.layout.num_ranks / amount) for kind, amount in asked.items())
+        smaller = self.layout.smaller(self._min_ranks, most)
+        if smaller is None:
+            return False
+        self._wanted = self._wanted or self.layout
+        self._lay_out(smaller)
+        return True
+
+    def _give_room_back(self) -> None:
+        if self._room is not None:
+            self._room.give_back()
+            self._room = None
 
     def send(
         self,
         title: str,
-        calls: Sequence[bytes],
+        call: Call,
         loss: SentLoss | None,
         facts: Facts,
         epoch: int | None = None,
@@ -147,16 +326,16 @@ class Recovery[R: Ranks]:
             while True:
                 if epoch is not None and epoch != self.epoch:
                     raise self._replaced(title)
-                ranks = self.ranks
+                ranks, call = self.ranks, self._laid_out(call)
                 try:
-                    header, refs = ranks.dispatch(title, calls, loss)
+                    header, refs = ranks.dispatch(title, calls_of(call, len(ranks.members.workers)), loss)
                     break
                 except GroupFailedError as error:
                     self._recover(error, ranks)
                 except OperationOrderError:
                     self.stop("another driver has operated the group")
                     raise
-            kept = Kept(header, calls, loss, *facts, refs, ranks)
+            kept = Kept(header, call, loss, *facts, refs, ranks)
             self._number = header.number
             if not self._off:
                 self._kept.add(kept)
@@ -165,12 +344,13 @@ class Recovery[R: Ranks]:
                     logger.warning("training group %r cannot recover from now on: %s", ranks.members.name, self._off)
             return kept
 
-    def result(self, kept: Kept, timeout: float | None) -> list[Any]:
+    def result(self, kept: Kept, timeout: float | None) -> Answer:
         """The results of the ranks, of new ones where those that it was sent to die; raises as a group's future."""
         while True:
-            ranks = kept.ranks
+            with self._lock:
+                ranks, refs, call, layout = kept.ranks, kept.refs, kept.call, self.num_layouts
             try:
-                values = ranks.collect(kept.title, kept.number, kept.outcomes, timeout)
+                values = ranks.collect(kept.title, kept.number, [outcome for outcome, _ in refs], timeout)
             except GroupFailedError as error:
                 self._recover(error, ranks)
                 if kept.role == "pinned":
@@ -187,9 +367,10 @@ class Recovery[R: Ranks]:
                 raise
             else:
                 with self._lock:
-                    kept.note(values)
+                    if layout == self.num_layouts:
+                        kept.note(values)
                     self._kept.forget(kept)
-                return values
+                return Answer(values, refs, call)
 
     def _replaced(self, title: str) -> RanksReplacedError:
         return RanksReplacedError(
@@ -203,26 +384,36 @@ class Recovery[R: Ranks]:
                 return
             if self._off:
                 raise error
-            began, reason = time.monotonic(), error.message.removesuffix(f"; {AFTERWARDS}")
+            began, before, reason = time.monotonic(), self.layout, error.message.removesuffix(f"; {AFTERWARDS}")
             self._blame(self._running(), error)
             self._require_boundaries(error)
             with span("recover", "operation") as traced:
                 repeated = self._try_to_replace(error)
                 traced.update(reason=reason, operations=len(repeated))
-            steps = sum(kept.header.name == "optimizer_step" for kept in repeated)
-            event = Recovered(reason, len(repeated), steps, time.monotonic() - began)
+            steps, by = sum(kept.header.name == "optimizer_step" for kept in repeated), ""
+            if self.layout is not before:
+                by = f" by {self.layout.describe()} in place of {before.describe()}, for which the cluster has no room,"
+                self._reshaped(before, "the cluster has no room", 0.0)
+            event = Recovered(reason, len(repeated), steps, time.monotonic() - began, by)
             self.events.append(event)
             prometheus.count("rl_backend_recoveries_total", 1, group=self.ranks.members.id[:8])
             self.on_recovered(event.describe())
 
     def _try_to_replace(self, error: GroupFailedError) -> list[Kept]:
         attempt = 1
+        self._give_room_back()
         while True:
             try:
                 # A rank that is stopped while it imports cannot be told from one that is slow.
-                return self._replace({} if attempt == MOST_STARTS else {"start_timeout": _START_SECONDS * attempt})
+                repeated = self._replace({} if attempt == MOST_STARTS else {"start_timeout": _START_SECONDS * attempt})
+                # Not before: it would take what the ranks themselves need.
+                if self._wanted is not None and self._ask_room is not None:
+                    self._room = self._ask_room(self._wanted.num_ranks - self.layout.num_ranks)
+                return repeated
             # Of any type: a GPU, a port or a node may not be free again yet.
             except Exception as again:
+                if isinstance(again, UnsupportedError) and self._shrink(again):
+                    continue
                 if attempt == MOST_STARTS or self._off:
                     self.stop(f"other ranks could not take their place: {again}")
                     if isinstance(again, GroupFailedError):
@@ -241,7 +432,7 @@ class Recovery[R: Ranks]:
         for made in self._memory.made(self.ranks.infos, timeout):
             header = OperationHeader(made.number, "load_held_state")
             models = frozenset({made.handle.key})
-            load = Kept(header, (), None, "changes", models, None, (), self.ranks, answered=True, boundary=made)
+            load = Kept(header, b"", None, "changes", models, None, (), self.ranks, answered=True, boundary=made)
             self._kept.bound_in_memory(load)
 
     def _require_boundaries(self, error: GroupFailedError) -> None:
@@ -283,7 +474,8 @@ class Recovery[R: Ranks]:
         end_processes(lost.infos)
         # Also of a start that fails: Ray may still have the names of its ranks.
         self.epoch += 1
-        fresh = self._start(driver=lost.driver, epoch=self.epoch, **limits)
+        config, num_ranks = self.layout
+        fresh = self._start(config=config, num_ranks=num_ranks, driver=lost.driver, epoch=self.epoch, **limits)
         self.ranks, self._number = fresh, self._number + 1
         fresh.take_place_of(lost, self._number)
         if self._memory is not None:
@@ -295,15 +487,15 @@ class Recovery[R: Ranks]:
         for kept in self._kept.to_repeat():
             if kept.role == "pinned" or (kept.role == "reads" and kept.ranks.has_answered(kept.outcomes)):
                 continue
-            kept.refs, kept.ranks = fresh.repeat(kept.header, self._calls(kept, fresh), kept.loss, last), fresh
+            calls = calls_of(self._call(kept, fresh), len(fresh.members.workers))
+            kept.refs, kept.ranks = fresh.repeat(kept.header, calls, kept.loss, last), fresh
             last = kept.number
             repeated.append(kept)
-            if kept.answered:
+            if kept.answered or kept.number in self.models:
                 self._compare(fresh, kept)
         # Numbers are without gaps from here on.
-        nothing = cloudpickle.dumps(RankFunction(_nothing))
         header = OperationHeader(self._number, "recovered")
-        refs = fresh.repeat(header, [nothing] * len(fresh.members.workers), None, last)
+        refs = fresh.repeat(header, calls_of(_NOTHING, len(fresh.members.workers)), None, last)
         try:
             fresh.collect("operation (recovered)", self._number, [outcome for outcome, _ in refs], None)
         except GroupFailedError as error:
@@ -311,23 +503,35 @@ class Recovery[R: Ranks]:
             raise
         return repeated
 
-    def _calls(self, kept: Kept, fresh: R) -> Sequence[bytes]:
+    def _call(self, kept: Kept, fresh: R) -> Call:
         if kept.boundary is not None and self._memory is not None:
             copies = self._memory.choose(kept.boundary)
             if copies is None:
                 fresh.fail(f"the state of {kept.boundary.handle.name!r} in memory was lost while ranks were replaced")
-            return [load_call(kept.boundary, copies)] * len(fresh.members.workers)
-        return kept.calls if kept.saves_to is None else _calls_of_save(kept, kept.saves_to)
+            return load_call(kept.boundary, copies)
+        kept.call = self._laid_out(kept.call)
+        return kept.call if kept.saves_to is None else _call_of_save(kept, kept.saves_to)
+
+    def _laid_out(self, call: Call) -> Call:
+        """The call for the layout that its model has now."""
+        if not isinstance(call, bytes) and (handle := self.models.get(call.handle.key, call.handle)) != call.handle:
+            return call.on(handle)
+        return call
 
     def _compare(self, fresh: R, kept: Kept) -> None:
         if not self._kept.repeats(kept):
             kept.digest = ""
         try:
-            kept.note(fresh.collect(kept.title, kept.number, kept.outcomes, None))
+            values = fresh.collect(kept.title, kept.number, kept.outcomes, None)
+            kept.note(values)
+            if kept.number in self.models:
+                self.models[kept.number] = HandleRef.of(fresh.members.id, values)
         except GroupFailedError as error:
             self._blame(kept, error)
             raise
-        except Exception as error:  # noqa: BLE001, a caller's function may raise anything
+        except Exception as error:
+            if self._moves and not kept.failed:
+                raise
             if not kept.failed:
                 self.stop(f"{kept.title} could not be repeated")
                 problem = str(error) if isinstance(error, RLBackendError) else f"{kept.title} cannot be repeated: {error!r}"
@@ -338,10 +542,13 @@ def _nothing(context: RankContext) -> None:
     """Saves that are complete already are not written again."""
 
 
-def _calls_of_save(kept: Kept, path: Path) -> Sequence[bytes]:
+_NOTHING: bytes = cloudpickle.dumps(RankFunction(_nothing))
+
+
+def _call_of_save(kept: Kept, path: Path) -> Call:
     if path.exists():
-        return [cloudpickle.dumps(RankFunction(_nothing))] * len(kept.calls)
+        return _NOTHING
     # What the ranks that died have left would be taken for a save that is being written.
     for draft in path.parent.glob(f".{path.name}.incomplete-*"):
         discard_draft(draft)
-    return kept.calls
+    return kept.call

@@ -44,11 +44,9 @@ def _where(name: str, shows: Callable[[float], bool]) -> Callable[[Mapping[str, 
     return lambda metrics: shows(metrics[name]) if name in metrics else None
 
 
-def _equal_groups(metrics: Mapping[str, float]) -> bool | None:
-    if "equal_groups" not in metrics:
-        return None
-    # Advantages that do not compare the responses to one prompt may still differ.
-    return metrics["equal_groups"] == 1 and metrics.get("zero_advantages", 1.0) == 1
+def _without_advantages(name: str, value: float) -> Callable[[Mapping[str, float]], bool | None]:
+    # Advantages that do not compare the responses to one prompt, or rewards that a loop has shaped, may still differ.
+    return lambda metrics: metrics[name] == value and metrics.get("zero_advantages", 1.0) == 1 if name in metrics else None
 
 
 CAUSES: Mapping[str, Cause] = {
@@ -58,12 +56,12 @@ CAUSES: Mapping[str, Cause] = {
         "checkpoint with a lower lr, and look at the first step in which grad_norm jumps",
     ),
     "one_reward": Cause(
-        _where("reward_std", lambda std: std == 0),
+        _without_advantages("reward_std", 0),
         "in each of the last {steps} steps all responses had the same reward ({reward:.3g} in this one), which teaches "
         "nothing; read samples.jsonl, then take prompts that are neither too hard nor solved, or a reward with more levels",
     ),
     "equal_groups": Cause(
-        _equal_groups,
+        _without_advantages("equal_groups", 1),
         "in the last {steps} steps all responses to each prompt had equal rewards (mean {reward:.3g} in this one), so every "
         "advantage is 0 and nothing is learned; read samples.jsonl, then take prompts that are neither too hard nor solved, "
         "more samples_per_prompt, or a reward with more levels",

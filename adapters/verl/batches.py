@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
@@ -19,6 +19,7 @@ from verl.workers.engine.utils import detach_tree, prepare_micro_batches
 from adapters.verl.options.settings import RouterReplayMode
 from rl_backend.contracts import BatchError, ForwardResult, ModelOutput, PackedBatch, RLBackendError, UnsupportedError
 from rl_backend.contracts.replay import ROUTES, ROUTES_LAYERS, ROUTES_MASK, route_fields
+from rl_backend.data import compared_tokens, plan_micro_batches, plan_shared
 from rl_backend.data.chat_template import TEXT_ALONE
 from rl_backend.runtime import RankPlace, RouterReplay
 
@@ -57,6 +58,7 @@ def cut_batch(
     multiple: int,
     cp_size: int,
     routes: BatchRoutes | None = None,
+    by_computed: bool = False,
 ) -> MicroBatches:
     """Cuts this rank's batch as verl does, and packs it.
 
@@ -68,6 +70,8 @@ def cut_batch(
         multiple: with ``use_dynamic_bsz``, the number of micro-batches is one of its multiples.
         cp_size: ranks that share a micro-batch; verl's ``max_token_len_per_gpu`` is for each of them.
         routes: the routes of the batch, for a replay.
+        by_computed: with ``use_dynamic_bsz``, tokens that sequences of a micro-batch share count once, and these stay
+            together; verl's own cut counts every sequence, and spreads those that are alike.
 
     Raises:
         BatchError: positions that do not count each sequence's tokens from 0, sequences longer than a micro-batch, a number
@@ -76,16 +80,52 @@ def cut_batch(
     """
     num_tokens = _agreed_num_tokens(data, place, _problem(data, cp_size, routes))
     tu.assign_non_tensor(data, sp_size=cp_size, dp_size=place.data_parallel_size, batch_num_tokens=num_tokens)
-    micro_batches, indices = prepare_micro_batches(
-        data,
-        dp_group=place.data_parallel_group,
-        num_batches_divided_by=multiple if multiple > 1 else None,
-        same_micro_num_in_dp=True,
-    )
+    indices = _cut_by_computed(data, place, multiple, routes) if by_computed else None
+    if indices is not None:
+        micro_batches = [tu.index_select_tensor_dict(data, list(rows)) for rows in indices]
+    else:
+        micro_batches, indices = prepare_micro_batches(
+            data,
+            dp_group=place.data_parallel_group,
+            num_batches_divided_by=multiple if multiple > 1 else None,
+            same_micro_num_in_dp=True,
+        )
     for each in (data, *micro_batches):
         tu.assign_non_tensor(each, num_micro_batch=len(micro_batches))
     packed = [_pack(MicroBatch(index, each), routes) for index, each in enumerate(micro_batches)]
     return MicroBatches(packed, list(chain.from_iterable(indices)) if indices else list(range(len(data))))
+
+
+def _cut_by_computed(
+    data: TensorDict, place: RankPlace, multiple: int, routes: BatchRoutes | None
+) -> Sequence[Sequence[int]] | None:
+    """The rows of each micro-batch; None where verl does not cut by tokens alone, or a rank finds nothing that fits."""
+    if not tu.get(data, "use_dynamic_bsz", True) or tu.get(data, "force_group_size", 1) > 1:
+        return None
+    input_ids, fields = data["input_ids"], {} if routes is None else routes.of(data)[0]
+    tokens = compared_tokens(input_ids.values().to(torch.int64), fields, replays=routes is not None)
+    assert tokens is not None, "verl records no keys"
+    sequences = tokens.cpu().split(input_ids.offsets().diff().tolist())
+    while True:
+        found = _fewest(sequences, tu.get(data, "max_token_len_per_gpu"), multiple)
+        numbers = torch.tensor([len(found), -len(found)], device=place.device)
+        if place.data_parallel_size > 1:
+            dist.all_reduce(numbers, dist.ReduceOp.MAX, group=place.data_parallel_group)
+        most, fewest = int(numbers[0]), -int(numbers[1])
+        if fewest in (0, most):
+            return found if fewest else None
+        # All ranks run as many, and a group is divided where a rank has too few.
+        multiple = most
+
+
+def _fewest(sequences: Sequence[Tensor], max_tokens: int, multiple: int) -> Sequence[Sequence[int]]:
+    try:
+        plan = plan_shared(sequences, 1, max_tokens, multiple_of=multiple)
+        plan = plan or plan_micro_batches([len(each) for each in sequences], 1, max_tokens, multiple_of=multiple)
+    except BatchError:
+        # verl's own cut then says the same on every rank.
+        return ()
+    return plan.micro_batches[0]
 
 
 def _problem(data: TensorDict, cp_size: int, routes: BatchRoutes | None) -> RLBackendError | None:
@@ -297,8 +337,8 @@ def as_verl_output(result: ForwardResult, batch: MicroBatches, loss: MicroBatchL
 
     Returns:
         ``model_output``: name -> jagged (B, L_i, ...), detached, in the order of verl's batch; ``loss``: one number for each
-        micro-batch; ``metrics``: name -> what each micro-batch gave, and in a replay ``router_replay/replayed_fraction``, of
-        this rank's tokens.
+        micro-batch; ``metrics``: name -> what each micro-batch gave, and fractions of this rank's tokens: in a replay
+        ``router_replay/replayed_fraction``, and where prefixes may be shared ``shared_prefixes/computed_fraction``.
     """
     model_output = {}
     for name, sequences in result.outputs.items():
@@ -313,4 +353,6 @@ def as_verl_output(result: ForwardResult, batch: MicroBatches, loss: MicroBatchL
     masks = [each.token_fields[ROUTES_MASK] for each in batch.packed if ROUTES_MASK in each.token_fields]
     if loss is not None and masks:
         metrics["router_replay/replayed_fraction"] = [float(torch.cat(masks).float().mean())]
+    if loss is not None and "tokens_computed" in result.metrics:
+        metrics["shared_prefixes/computed_fraction"] = [result.metrics["tokens_computed"].mean]
     return {"model_output": model_output, "loss": list(result.losses), "metrics": metrics}

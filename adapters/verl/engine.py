@@ -122,7 +122,7 @@ class RuntimeEngine(BaseEngine):
 
     @override
     def forward_backward_batch(self, data: TensorDict, loss_function: VerlLoss | None, forward_only: bool = False) -> Any:
-        """Runs verl's batch, cut as verl cuts it, with verl's loss on verl's own micro-batches.
+        """Runs verl's batch, cut as verl or ``use_prefix_grouper`` cuts it, with verl's loss on verl's own micro-batches.
 
         Returns:
             on a source rank that of :func:`~adapters.verl.batches.as_verl_output`; elsewhere an empty dictionary.
@@ -134,7 +134,14 @@ class RuntimeEngine(BaseEngine):
         replay = router_replay(data, mode, forward_only=forward_only)
         place, cp_size = self._runtime.place, self.settings.runtime.backend_cfg.parallel.cp
         routes = BatchRoutes(mode, len(model.routed_layers.sparse)) if replay == "replay" else None
-        batch = cut_batch(data, place, multiple=model.micro_batch_multiple, cp_size=cp_size, routes=routes)
+        batch = cut_batch(
+            data,
+            place,
+            multiple=model.micro_batch_multiple,
+            cp_size=cp_size,
+            routes=routes,
+            by_computed=self.settings.use_prefix_grouper and model.shares_prefixes,
+        )
         loss = None if loss_function is None else MicroBatchLoss(loss_function)
         result = self._runtime.forward_backward(model, batch.packed, loss, forward_only=forward_only, router_replay=replay)
         return as_verl_output(result, batch, loss) if self.is_mp_src_rank_with_outputs() else {}

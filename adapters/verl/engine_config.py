@@ -14,6 +14,7 @@ from typing import Any
 
 from verl.workers.config import McoreEngineConfig
 
+from adapters.verl import prefix_groups
 from adapters.verl.options.settings import require_engine_config
 from adapters.verl.registration import VENDOR_VARIABLE, register_config_class
 from rl_backend.contracts import ConfigError, UnsupportedError
@@ -29,17 +30,19 @@ logger.setLevel(os.getenv("VERL_LOGGING_LEVEL", "INFO"))
 
 @dataclass
 class RLBackendEngineConfig(McoreEngineConfig):
-    """verl's ``McoreEngineConfig`` with two more fields; ``dtype`` may also be ``float32``.
+    """verl's ``McoreEngineConfig`` with three more fields; ``dtype`` may also be ``float32``.
 
     Attributes:
         backend: ``native`` or ``bridge``.
         backend_options: fields of that runtime's configuration (:class:`~rl_backend.contracts.NativeConfig`,
             :class:`~rl_backend.contracts.BridgeConfig`) that no field of verl's decides.
-
+        use_prefix_grouper: sequences that begin alike are computed as one, and micro-batches cut by what is computed. The
+            actor's own field of this name sets it.
     """
 
     backend: str = "native"
     backend_options: dict[str, Any] = field(default_factory=dict)
+    use_prefix_grouper: bool = False
 
     def __post_init__(self) -> None:
         dtype = self.dtype
@@ -65,7 +68,8 @@ def choose_engine(model_type: str, engine_config: Any, backend: str | None) -> t
         if backend is None:
             return _verls_engine(model_type), engine_config
         values = {each.name: getattr(engine_config, each.name) for each in dataclasses.fields(engine_config)}
-        engine_config = RLBackendEngineConfig(**values, backend=backend)
+        grouper = getattr(engine_config, prefix_groups.FIELD, False)
+        engine_config = RLBackendEngineConfig(**values, backend=backend, use_prefix_grouper=grouper)
         reason = f"{VENDOR_VARIABLE}={os.getenv(VENDOR_VARIABLE)}"
     else:
         reason = "the configuration's class is RLBackendEngineConfig"
@@ -101,3 +105,4 @@ def _is_first_rank() -> bool:
 
 
 register_config_class(choose_engine)
+prefix_groups.register()

@@ -5,7 +5,7 @@
 
 from typing import Any
 
-from adapters.verl import cpu_platform, run_config, trainer_saves
+from adapters.verl import cpu_platform, prefix_groups, run_config, trainer_saves
 from adapters.verl.registration import register_vendors
 
 
@@ -20,3 +20,4 @@ cpu_platform.register()
 register_vendors(_choose_engine)
 run_config.register()
 trainer_saves.register()
+prefix_groups.register()

@@ -130,11 +130,12 @@ def episode_sequences(
     return found
 
 
-def episode_lengths(sequences: Sequence[TokenSequence], episodes: int | None = None) -> Tensor:
+def episode_lengths(sequences: Sequence[TokenSequence], episodes: int | None = None, *, in_order: bool = True) -> Tensor:
     """(N,) int64: tokens of all sequences of each episode, as if they were one sequence: the ``seq_lens`` of estimators.
 
     ``episodes`` is their number, with those that have no sequences; None counts those that have. Raises :class:`BatchError`
-    for sequences in another order, or an episode that came back to a history that it had left.
+    for sequences in another order, or, if they must be ``in_order`` of time, an episode that came back to a history that it
+    had left.
     """
     order = [int(sequence.sequence_fields[EPISODE]) for sequence in sequences]
     runs = [number for number, _ in groupby(order)]
@@ -145,11 +146,11 @@ def episode_lengths(sequences: Sequence[TokenSequence], episodes: int | None = N
             name=EPISODE,
         )
     for number, sequence in zip(order, sequences, strict=True):
-        if not bool(sequence.sequence_fields[IN_ORDER]):
+        if in_order and not bool(sequence.sequence_fields[IN_ORDER]):
             raise BatchError(
                 f"episode {number} came back to a history that it had left, so its sequences are not in the order of time, "
-                "which estimates over tokens (gae, reinforce_plus_plus) need; use grpo, dr_grpo or rloo, or begin a new "
-                "history in place of an earlier one",
+                "which estimates over tokens (gae, reinforce_plus_plus) need; use grpo, dr_grpo, rloo or "
+                "reinforce_plus_plus_baseline, or begin a new history in place of an earlier one",
                 name=IN_ORDER,
             )
     lengths = dict.fromkeys(runs if episodes is None else range(episodes), 0)
@@ -313,7 +314,8 @@ def with_advantages(
             for sequence, owner in zip(sequences, owners, strict=True)
         ]
     packed = pack(sequences)
-    lengths = episode_lengths(sequences, len(rewards)) if played else packed.seq_lens
+    by_time = advantage == "reinforce_plus_plus"
+    lengths = episode_lengths(sequences, len(rewards), in_order=by_time) if played else packed.seq_lens
     mask = packed.token_fields["loss_mask"]
     if advantage == "reinforce_plus_plus":
         of_tokens = rewards_of_tokens(packed.token_fields, lengths, rewards, kl_coef)

@@ -144,6 +144,7 @@ class NativeConfig(BackendConfig):
         reduce_dtype: dtype in which gradients are accumulated and reduced over ranks.
         activation_checkpointing: ``full`` recomputes each layer in the backward pass.
         reshard_after_forward: free gathered parameters between forward and backward.
+        compile: compile layers with ``torch.compile``, in minutes when the first micro-batch comes; needs a C++ compiler.
         log_prob_chunk_tokens: tokens whose full-vocabulary logits are computed at one time.
         share_prefixes: ``auto`` computes tokens once with which several sequences of a micro-batch begin, and keeps those
             sequences together, where the model and the layout can.
@@ -160,8 +161,9 @@ class NativeConfig(BackendConfig):
     reduce_dtype: Literal["float32", "bfloat16"] = "float32"
     activation_checkpointing: Annotated[Literal["none", "full"], MAY_CHANGE] = "none"
     reshard_after_forward: Annotated[bool, MAY_CHANGE] = True
+    compile: Annotated[bool, MAY_CHANGE] = False
     log_prob_chunk_tokens: Annotated[int, MAY_CHANGE] = Field(default=1024, ge=1)
-    share_prefixes: Annotated[Literal["auto", "off"], MAY_CHANGE] = "off"
+    share_prefixes: Annotated[Literal["auto", "off"], MAY_CHANGE] = "auto"
     pipeline_schedule: Annotated[PipelineSchedule, MAY_CHANGE] = "auto"
     pipeline_layers: Annotated[tuple[int, ...] | None, MAY_CHANGE] = None
     model: str = "auto"

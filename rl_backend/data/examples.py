@@ -362,26 +362,31 @@ class Examples[T](Sequence[T]):
         see: Callable[[T, str], None] = lambda example, where: None,
     ) -> None:
         self._make, self._kept, self.note = make, array("Q"), ""
-        first, found, longest = "", 0, 0
+        # By what limits them: their number, the first, and the longest.
+        found: dict[str, tuple[int, str, Length]] = {}
         for index in range(len(rows)):
             example, lengths = make(index)
             over = next((length for length in lengths if length.tokens > length.most), None)
             if over is not None:
-                found, longest = found + 1, max(longest, over.tokens)
-                limit, remedy = f"{over.option}={over.most}", over.remedy
-                first = first or f"{rows.where(index)} with {over.tokens}"
+                number, first, longest = found.get(over.option, (0, f"{rows.where(index)} with {over.tokens}", over))
+                found[over.option] = number + 1, first, max(longest, over)
             if over is None or too_long == "cut":
                 self._kept.append(index)
                 see(example, rows.where(index))
         if not found:
             return
-        some = f"{found} of {len(rows)} {kind}s {'has' if found == 1 else 'have'} more tokens than {limit}"
+        some = [
+            f"{number} of {len(rows)} {kind}s {'has' if number == 1 else 'have'} more tokens than {over.option}={over.most}"
+            for number, _, over in found.values()
+        ]
         if too_long == "refuse" or not self._kept:
-            raise BatchError(
-                f"{rows.source}: {some} (the first is {first}, the longest has {longest}); {remedy}"
-                + (", or set too_long to filter or cut" if too_long == "refuse" else "")
-            )
-        self.note = f"{some}: {'cut' if too_long == 'cut' else 'filtered'}"
+            told = [
+                f"{each} (the first is {first}, the longest has {over.tokens}); {over.remedy}"
+                for each, (_, first, over) in zip(some, found.values(), strict=True)
+            ]
+            either = ", or set too_long to filter or cut" if too_long == "refuse" else ""
+            raise BatchError(f"{rows.source}: {'; '.join(told)}{either}")
+        self.note = f"{'; '.join(some)}: {'cut' if too_long == 'cut' else 'filtered'}"
 
     def __len__(self) -> int:
         return len(self._kept)

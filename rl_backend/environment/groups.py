@@ -8,8 +8,9 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from rl_backend.contracts import EpisodeFailedError
+from rl_backend.contracts import BatchError, EpisodeFailedError
 from rl_backend.data.rewards import OnFailure, score_value
+from rl_backend.data.rewards.worker import what_it_raised
 from rl_backend.environment.playing import play_episode, with_reward, without_reward
 from rl_backend.environment.protocol import Episode, Limits, Player, Score, TokenSource
 from rl_backend.environment.user_code import Caller, logger, watched_loop
@@ -125,7 +126,12 @@ async def _scores(episodes: Sequence[Episode], score: Score | None) -> list[floa
         return [0.0] * len(episodes)
     # Copies of what could be changed: the function is a user's.
     given = tuple(replace(each, metrics=dict(each.metrics)) for each in episodes)
-    found = [score_value(each) for each in await Caller()(score, given)]
+    try:
+        found = [score_value(each) for each in await Caller()(score, given)]
+    except BatchError as error:
+        raise EpisodeFailedError(f"score {error.message.removeprefix('the reward function ')}") from error
+    except Exception as error:  # what a user's function raises
+        raise EpisodeFailedError(f"score raised {what_it_raised(error)}") from error
     if len(found) != len(episodes):
         raise EpisodeFailedError(f"score returned {len(found)} rewards for {len(episodes)} episodes; expected one for each")
     return found

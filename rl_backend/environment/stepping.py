@@ -69,6 +69,10 @@ class SteppedPlayer:
         form = self.options.tool_format
         self._parser = call_parser(form) if isinstance(form, str) else form
 
+    def ending_with(self, stop_token_ids: Sequence[int]) -> SteppedPlayer:
+        """A player of the same environments, whose turns end with these, beside those of tokenizer and template."""
+        return SteppedPlayer(self._make, self._renderer.tokenizer, replace(self.options, stop_token_ids=stop_token_ids))
+
     async def check(self, row: Mapping[str, Any], seed: int = 0) -> ChatFormat:
         """Makes an environment, asks for its tools and checks the model's chat template with them, when a run starts."""
         environment = await self._made(row, seed)

@@ -8,11 +8,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import ClassVar, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 from rl_backend.contracts import ConfigError, ModelOptions, NativeConfig, ParallelConfig, WeightName
 from rl_backend.parallel.groups import ParallelGroups
-from rl_backend.primitive.attention import Segments
+from rl_backend.primitive.attention import Attend, Segments
+from rl_backend.primitive.attention_operator import compiled_attention, has_operator
 from rl_backend.primitive.norm import NormSpec
 from rl_backend.primitive.rope import Rotary
 from rl_backend.primitive.router import RouterSettings, RowSequences
@@ -57,6 +59,15 @@ type Mixed = Tensor | tuple[Tensor, Tensor | None]
 """What a mixer gives; of one that is told a :class:`KeyChoice`, beside it what it attended to."""
 
 
+def operator_for(groups: ParallelGroups, config: NativeConfig, window: int | None, *, sinks: bool = False) -> Attend | None:
+    """Attention that compiled code can hold; None where there is none."""
+    # A rank that has a part of each sequence gathers keys.
+    if groups.cp_group.size() > 1:
+        return None
+    has_one = has_operator(groups.device, getattr(torch, config.param_dtype), window, sinks=sinks)
+    return compiled_attention if has_one else None
+
+
 class CacheBytes(NamedTuple):
     """What an engine keeps of one sequence while it generates: keys and values, and states of any length's size."""
 
@@ -78,9 +89,16 @@ class Mixer(nn.Module, ABC):
     def choose_kernels(self, groups: ParallelGroups, config: NativeConfig) -> None:
         """Takes the kernels of the family's options; raises :class:`ConfigError` for one that cannot run here."""
 
+    def use_operators(self, groups: ParallelGroups, config: NativeConfig) -> bool:
+        """Makes the module one that compiled code can hold, where it can be; whether it is one then."""
+        return False
+
 
 class FeedForward(nn.Module, ABC):
     """Works on each token alone; (rows, hidden_size) -> (rows, hidden_size)."""
+
+    compiles: ClassVar[bool] = False
+    """Whether compiled code can hold it."""
 
     @abstractmethod
     def forward(self, x: Tensor, router: RouterInput) -> Tensor:

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from rl_backend.contracts import BatchError, ModelOptions, ModelOutput, NativeConfig
+from rl_backend.contracts import BatchError, ConfigError, ModelOptions, ModelOutput, NativeConfig
 from rl_backend.model.blocks import KeyChoice, Mixed, Mixer, Rotation, RouterInput
+from rl_backend.model.compiled import compiled, require_compiler
 from rl_backend.model.decoder_spec import DecoderSpec
 from rl_backend.model.hf_config import HFConfig
 from rl_backend.model.input import BuildSettings, ModelInput, ModelStage
@@ -40,7 +41,7 @@ class DecoderLayer(nn.Module):
     def __init__(self, decoder: DecoderSpec, index: int, options: ModelOptions) -> None:
         super().__init__()
         spec = decoder.layers[index]
-        self.decoder = decoder
+        self.decoder, self.spec = decoder, spec
         self.rotary, self.chooses, self._mixer_name = spec.mixer.rotary, spec.mixer.chooses, spec.mixer.module
         self.place = sum(decoder.sparse[:index]) if decoder.sparse[index] else None
         indexed = decoder.indexed_layers
@@ -51,10 +52,12 @@ class DecoderLayer(nn.Module):
         self._add_norm(decoder.norms.before_feed_forward)
         self.mlp = spec.feed_forward.build(decoder.hidden_size, options)
         self._add_norm(decoder.norms.after_feed_forward)
+        self.compiled: Callable[[Tensor, Rotation | None, Segments], Tensor] | None = None
 
     @property
     def mixer(self) -> Mixer:
-        return cast(Mixer, self.get_submodule(self._mixer_name))
+        found: Mixer = getattr(self, self._mixer_name)
+        return found
 
     def _add_norm(self, name: str | None) -> None:
         if name is not None:
@@ -71,22 +74,52 @@ class DecoderLayer(nn.Module):
     ) -> Mixed:
         """(rows, hidden_size) -> the same; with a ``key_choice``, beside it what the mixer attended to."""
         # Here and not around the model: recomputation and pipelines run layers of other micro-batches in between.
-        norms = self.decoder.norms
         with adapters_at_work(adapters):
-            read = self._norm(norms.before_mixer, x)
-            chosen_keys = () if key_choice is None else (key_choice,)
-            output: Mixed = self.mixer(read, rotation, segments, *chosen_keys)
-            output, chosen = output if isinstance(output, tuple) else (output, None)
-            mixed = x + self._added(norms.after_mixer, output)
-            if not self.decoder.parallel_blocks:
-                read = self._norm(norms.before_feed_forward, mixed)
-            elif norms.before_feed_forward is not None:
-                read = self._norm(norms.before_feed_forward, x)
-            hidden = mixed + self._added(norms.after_feed_forward, self.mlp(read, router))
+            if self.compiled is not None:
+                return self.compiled(x, rotation, segments)
+            mixed, read, chosen = self.mix(x, rotation, segments, *(() if key_choice is None else (key_choice,)))
+            hidden = self.feed(mixed, read, router)
             return hidden if key_choice is None else (hidden, chosen)
 
+    def compile_parts(self, groups: ParallelGroups, config: NativeConfig) -> bool:
+        """Compiles the layer, or the half of it that can be; whether there is one."""
+        mixes, feeds = self.mixer.use_operators(groups, config), self.mlp.compiles
+        if not (mixes or feeds):
+            return False
+        part = (DecoderLayer.dense if feeds else DecoderLayer.mix) if mixes else DecoderLayer.feed
+        others = set(() if mixes and feeds else (self.mlp if mixes else self.mixer).modules())
+        modules = [module for module in self.modules() if module not in others]
+        name = "compiled" if part is DecoderLayer.dense else part.__name__
+        setattr(self, name, compiled(part, self, (self.decoder.hidden_size, self.spec), modules))
+        return True
+
+    def dense(self, x: Tensor, rotation: Rotation | None, segments: Segments) -> Tensor:
+        """:meth:`forward` of a layer without experts that does not choose keys, without adapters."""
+        mixed, read, _ = self.mix(x, rotation, segments)
+        return self.feed(mixed, read)
+
+    def mix(
+        self, x: Tensor, rotation: Rotation | None, segments: Segments, *chosen_keys: KeyChoice
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """The residual stream with what the mixer adds, what the feed-forward block reads, and what was attended to."""
+        norms = self.decoder.norms
+        read = self._norm(norms.before_mixer, x)
+        output: Mixed = self.mixer(read, rotation, segments, *chosen_keys)
+        output, chosen = output if isinstance(output, tuple) else (output, None)
+        mixed = x + self._added(norms.after_mixer, output)
+        if not self.decoder.parallel_blocks:
+            read = self._norm(norms.before_feed_forward, mixed)
+        elif norms.before_feed_forward is not None:
+            read = self._norm(norms.before_feed_forward, x)
+        return mixed, read, chosen
+
+    def feed(self, mixed: Tensor, read: Tensor, *router: RouterInput) -> Tensor:
+        """The residual stream with what the feed-forward block adds to it; ``router`` is one where there are experts."""
+        return mixed + self._added(self.decoder.norms.after_feed_forward, self.mlp(read, *router))
+
     def _norm(self, name: str | None, x: Tensor) -> Tensor:
-        return x if name is None else self.get_submodule(name)(x)
+        normed: Tensor = x if name is None else getattr(self, name)(x)
+        return normed
 
     def _added(self, norm: str | None, output: Tensor) -> Tensor:
         """What a block with this ``output`` adds to the residual stream."""
@@ -95,7 +128,7 @@ class DecoderLayer(nn.Module):
 
     def each_norm(self) -> Iterator[nn.Module]:
         """Those around the blocks."""
-        yield from (self.get_submodule(name) for name in self.decoder.norms if name is not None)
+        yield from (getattr(self, name) for name in self.decoder.norms if name is not None)
 
 
 class MultiTokenPrediction(nn.Module):
@@ -318,13 +351,23 @@ class Decoder(nn.Module):
 
 
 def parallelize(module: nn.Module, groups: ParallelGroups, config: NativeConfig) -> None:
-    """Tensor, context and expert parallelism, activation checkpointing and FSDP2, each layer a separate unit."""
+    """Tensor, context and expert parallelism, compilation, activation checkpointing, and FSDP2 with each layer a unit."""
     assert isinstance(module, Decoder), "of decoder_family"
     units: list[nn.Module] = list(module.each_layer())
     layers = list(module.each_layer())
     if module.mtp is not None:
         units.append(module.mtp)
         layers.append(cast(DecoderLayer, module.mtp.layer))
+    if config.compile:
+        require_compiler()
+        done = [layer.compile_parts(groups, config) for layer in layers]
+        if not any(done):
+            raise ConfigError.of(
+                "NativeConfig.compile",
+                True,
+                "compiles dense feed-forward blocks, and attention over all keys without a window, or in bfloat16 on CUDA, "
+                "on ranks that share no sequence; this model has none of them in this layout, leave it out",
+            )
     # Separate units where their copies are on other ranks than those of the rest of the layer.
     experts: list[nn.Module] = []
     for layer in layers:
@@ -369,6 +412,7 @@ def decoder_family(
         kept_weights=kept_weights,
         configured=DecoderSpec.configured,
         why_unshared=DecoderSpec.why_unshared,
+        compiles=True,
     )
 
 

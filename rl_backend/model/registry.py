@@ -60,6 +60,7 @@ class ModelFamily:
             such as a vision tower. A saved model has them byte for byte from the directory that it was built from.
         why_unshared: (architecture, options) -> what keeps models from taking a prefix tree in ``ModelInput.segments``;
             empty where nothing does. None where they take none.
+        compiles: whether ``parallelize`` honours ``NativeConfig.compile``; else it is refused.
     """
 
     name: str
@@ -81,6 +82,7 @@ class ModelFamily:
     kept_weights: Callable[[Any], tuple[str, ...]] | None = None
     why_unshared: Callable[[Any, ModelOptions | None], str] | None = None
     configured: Callable[[Any, ModelOptions], Any] | None = None
+    compiles: bool = False
 
     def positions(self, architecture: Any, hf_config: Mapping[str, Any]) -> int | None:
         """The longest sequence, in tokens; None where nothing limits it."""

@@ -9,6 +9,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+_groups: dict[str, dist.ProcessGroup] = {}
+
 # torch 2.13 has new names for these two and warns of the old ones.
 all_gather_into: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 """(output, input, group=): the inputs of all ranks one after the other, without a backward pass."""
@@ -119,3 +121,61 @@ def _exchange(x: Tensor, sent: list[int], received: list[int], group: dist.Proce
     out = x.new_empty(sum(received), *x.shape[1:])
     dist.all_to_all_single(out, x.contiguous(), received, sent, group=group)
     return out
+
+
+class RankOperators:
+    """The collectives over one group as an operator, which compiled code holds; it does not hold groups or functions."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.group, self.name = group, group.group_name
+        _groups[self.name] = group
+
+    def all_gather(self, x: Tensor, *, sum_gradients: bool) -> Tensor:
+        """:func:`all_gather`, in compiled code too."""
+        if not torch.compiler.is_compiling():
+            return all_gather(x, self.group, sum_gradients=sum_gradients)
+        return self._over_ranks(x, "gather" if sum_gradients else "gather same")
+
+    def reduce_scatter(self, x: Tensor) -> Tensor:
+        return self._over_ranks(x, "scatter") if torch.compiler.is_compiling() else reduce_scatter(x, self.group)
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        return self._over_ranks(x, "sum") if torch.compiler.is_compiling() else all_reduce(x, self.group)
+
+    def _over_ranks(self, x: Tensor, how: str) -> Tensor:
+        done: Tensor = torch.ops.rl_backend.over_ranks(x, how, self.name)
+        return done
+
+
+_FORMS: dict[str, Callable[[Tensor, dist.ProcessGroup], Tensor]] = {
+    "gather": _gathered,
+    "gather same": _gathered,
+    "scatter": _scattered,
+    "sum": _summed,
+    "own": lambda x, group: _own_rows(x, group).clone(),
+}
+_BACKWARD = {"gather": "scatter", "gather same": "own", "scatter": "gather", "sum": "sum"}
+
+
+@torch.library.custom_op("rl_backend::over_ranks", mutates_args=(), schema="(Tensor x, str how, str group) -> Tensor")
+def _over_ranks(x: Tensor, how: str, group: str) -> Tensor:
+    return _FORMS[how](x, _groups[group])
+
+
+@_over_ranks.register_fake
+def _(x: Tensor, how: str, group: str) -> Tensor:
+    size, rows = _groups[group].size(), x.shape[0]
+    of_all = {"gather": rows * size, "gather same": rows * size, "sum": rows}
+    return x.new_empty(of_all.get(how, rows // size), *x.shape[1:])
+
+
+def _remember(ctx: Any, inputs: tuple[Tensor, str, str], output: Tensor) -> None:
+    _, how, ctx.group_name = inputs
+    ctx.of_gradient = _BACKWARD[how]
+
+
+def _of_gradient(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+    return torch.ops.rl_backend.over_ranks(grad, ctx.of_gradient, ctx.group_name), None, None
+
+
+_over_ranks.register_autograd(_of_gradient, setup_context=_remember)

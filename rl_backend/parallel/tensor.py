@@ -5,7 +5,8 @@ leaves the sum over the ranks scattered over the tokens again. Parameters become
 exports know what a rank holds, but modules compute with the rank's own part: nothing runs through DTensor's dispatch.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial, wraps
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
-from rl_backend.parallel.collectives import all_gather, all_reduce, all_to_all_rows, reduce_scatter, sum_over
+from rl_backend.parallel.collectives import RankOperators, all_gather, all_to_all_rows, sum_over
 from rl_backend.parallel.shards import chunk
 from rl_backend.primitive.adapters import AdapterRun
 from rl_backend.primitive.experts import Experts
@@ -44,6 +45,7 @@ class TensorParallel:
         self.group = mesh.get_group()
         self.size = self.group.size()
         self.rank = self.group.rank()
+        self.operators = RankOperators(self.group)
 
     def column(self, linear: nn.Linear) -> None:
         """Splits the outputs: (N, in_features) of all tokens -> (N, this rank's out_features)."""
@@ -90,7 +92,7 @@ class TensorParallel:
             of_this_head, copies = self._head(norm.dim, heads), self.size // heads
             self.replicate(norm, {"weight": lambda weight: weight[of_this_head]})
         # Ranks that have a copy of one head count together as the one that has it.
-        norm.sum_over_ranks = lambda squares: all_reduce(squares, self.group) / copies
+        norm.sum_over_ranks = lambda squares: self.operators.all_reduce(squares) / copies
 
     def replicate(self, module: nn.Module, views: Mapping[str, View] | None = None, *, partial: bool = True) -> None:
         """Keeps a copy of the module's own parameters on every rank; see :func:`compute_on_local`."""
@@ -106,7 +108,7 @@ class TensorParallel:
     def gather_input(self, module: nn.Module, *, sum_gradients: bool = True) -> None:
         """Gives ``module`` all tokens in its first argument: (N / tp, ...) -> (N, ...), as :func:`all_gather` does."""
         module.register_forward_pre_hook(
-            lambda _, args: (all_gather(args[0], self.group, sum_gradients=sum_gradients), *args[1:])
+            lambda _, args: (self.operators.all_gather(args[0], sum_gradients=sum_gradients), *args[1:])
         )
 
     def vocabulary(self, embedding: nn.Embedding) -> None:
@@ -155,7 +157,7 @@ class TensorParallel:
             _distribute(linear, name, self.mesh, [Shard(0)])
 
     def _scatter_output(self, module: nn.Module) -> None:
-        module.register_forward_hook(lambda _, __, output: reduce_scatter(output, self.group))
+        module.register_forward_hook(lambda _, __, output: self.operators.reduce_scatter(output))
 
     def _head(self, features: int, heads: int) -> slice:
         head, rows = self.rank * heads // self.size, features // heads
@@ -198,17 +200,34 @@ def compute_on_local(module: nn.Module, views: Mapping[str, View], *, partial: b
 
     @wraps(forward)
     def on_local(*args: Any, **kwargs: Any) -> Any:
-        held = dict(module._parameters)
-        for name, parameter in held.items():
-            if isinstance(parameter, DTensor):
-                local = _to_local(parameter, partial)
-                module._parameters[name] = views[name](local) if name in views else local
-        try:
+        # Compiled code knows plain tensors alone: who calls it has put them there.
+        if torch.compiler.is_compiling():
             return forward(*args, **kwargs)
-        finally:
-            module._parameters.update(held)
+        with local_parameters([module]):
+            return forward(*args, **kwargs)
 
     module.forward = on_local
+    setattr(module, _LOCAL, (views, partial))
+
+
+_LOCAL = "parameters_on_local"
+
+
+@contextmanager
+def local_parameters(modules: Iterable[nn.Module]) -> Generator[None]:
+    """What modules that :func:`compute_on_local` has changed compute with is in place of their parameters; others stay."""
+    changed = [(module, dict(module._parameters)) for module in modules if _LOCAL in module.__dict__]
+    try:
+        for module, held in changed:
+            views, partial = getattr(module, _LOCAL)
+            for name, parameter in held.items():
+                if isinstance(parameter, DTensor):
+                    local = _to_local(parameter, partial)
+                    module._parameters[name] = views[name](local) if name in views else local
+        yield
+    finally:
+        for module, held in changed:
+            module._parameters.update(held)
 
 
 def _to_local(parameter: DTensor, partial: bool) -> Tensor:

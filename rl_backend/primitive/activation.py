@@ -16,9 +16,14 @@ _STRIDE_BYTES = 128
 
 
 def by_whole_vectors(function: Elementwise) -> Elementwise:
-    """``function``, with bits of a row of its argument, (rows, features), that on a CPU do not depend on the other rows."""
+    """``function``, with bits of a row of its argument, (rows, features), that on a CPU do not depend on the other rows.
+
+    Compiled code has no such bits.
+    """
 
     def of_rows(x: Tensor) -> Tensor:
+        if torch.compiler.is_compiling():
+            return function(x)
         features = x.shape[-1]
         missing = -features % (_STRIDE_BYTES // x.itemsize)
         if x.device.type != "cpu" or not missing:

@@ -2,6 +2,7 @@
 
 import inspect
 from collections.abc import Callable, Iterator, Sequence
+from functools import lru_cache
 from itertools import accumulate, groupby
 from typing import Any, NamedTuple, Self
 
@@ -47,23 +48,9 @@ class _BlockedAttention(torch.autograd.Function):
         key_lens: tuple[int, ...],
         sinks: Tensor | None,
     ) -> Tensor:
-        order = _order_by_length(query_lens, key_lens)
+        order = order_by_length(query_lens, key_lens)
         query, key, value = order.queries.sort(query), order.keys.sort(key), order.keys.sort(value)
-        out = query.new_empty(*query.shape[:2], value.shape[-1])
-        log_sums = []
-        for block in _blocks(query, key, order.segments):
-            scores = block.scores(query, key)
-            block.diagonal(scores).add_(block.minus_infinity)
-            largest = scores.amax(-1, keepdim=True)
-            if sinks is not None:
-                sink = block.gather(_of_rows(sinks, query))
-                largest = torch.maximum(largest, sink)
-            weights = scores.sub_(largest).exp_()
-            total = weights.sum(-1, keepdim=True)
-            if sinks is not None:
-                total += (sink - largest).exp_()
-            block.scatter(out, torch.bmm(weights, block.keys(value)).div_(total))
-            log_sums.append(total.log_().add_(largest))
+        out, log_sums = attend_in_blocks(query, key, value, order.segments, sinks)
         ctx.save_for_backward(query, key, value, out, sinks, *log_sums)
         ctx.order = order
         return order.queries.restore(out)
@@ -72,31 +59,72 @@ class _BlockedAttention(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None, Tensor | None]:
         query, key, value, out, sinks, *log_sums = ctx.saved_tensors
-        grad = ctx.order.queries.sort(grad)
-        grad_query = torch.empty_like(query, memory_format=torch.contiguous_format)
-        grad_key, grad_value = (x.new_zeros(x.shape[1], x.shape[0], x.shape[2]) for x in (key, value))
-        projection = (grad * out).sum(-1, keepdim=True)
-        grad_of_sinks = torch.empty_like(projection)
-        for block, log_sum in zip(_blocks(query, key, ctx.order.segments), log_sums, strict=True):
-            # Computed again from the saved log-sum-exp (Dao et al., 2022).
-            probabilities = block.scores(query, key).sub_(log_sum)
-            # Hidden scores may exceed the log-sum-exp by any amount, so they are zeroed before the exponential and after.
-            block.diagonal(probabilities).mul_(block.visible)
-            block.diagonal(probabilities.exp_()).mul_(block.visible)
-            grad_block = block.gather(grad)
-            block.add_to_keys(grad_value, torch.bmm(probabilities.transpose(1, 2), grad_block))
-            grad_scores = torch.bmm(grad_block, block.keys(value).transpose(1, 2))
-            projected = block.gather(projection)
-            grad_scores.sub_(projected).mul_(probabilities)
-            block.scatter(grad_query, torch.bmm(grad_scores, block.keys(key)).mul_(block.scale))
-            block.add_to_keys(grad_key, torch.bmm(grad_scores.transpose(1, 2), block.gather(query).mul_(block.scale)))
-            if sinks is not None:
-                # As of a score whose value is 0.
-                of_sink = block.gather(_of_rows(sinks, query)).sub_(log_sum).exp_()
-                block.scatter(grad_of_sinks, of_sink.mul_(projected).neg_())
-        grad_key, grad_value = (ctx.order.keys.restore(x.transpose(0, 1)) for x in (grad_key, grad_value))
-        grad_sinks = None if sinks is None else grad_of_sinks.sum((0, 2))
-        return ctx.order.queries.restore(grad_query), grad_key, grad_value, None, None, grad_sinks
+        order = ctx.order
+        grad = order.queries.sort(grad)
+        grads = gradients_in_blocks(grad, query, key, value, out, sinks, order.segments, log_sums)
+        grad_query, grad_key, grad_value, grad_sinks = grads
+        grad_key, grad_value = (order.keys.restore(x) for x in (grad_key, grad_value))
+        return order.queries.restore(grad_query), grad_key, grad_value, None, None, grad_sinks
+
+
+def attend_in_blocks(
+    query: Tensor, key: Tensor, value: Tensor, segments: Sequence[tuple[int, int]], sinks: Tensor | None
+) -> tuple[Tensor, list[Tensor]]:
+    """Attention of rows in the order of :func:`order_by_length`, and what each block of it leaves for the backward pass: the
+    logarithms of its sums, (batch * kv_heads, group * queries, 1).
+    """
+    out = query.new_empty(*query.shape[:2], value.shape[-1])
+    log_sums = []
+    for block in blocks_of(query, key, segments):
+        scores = block.scores(query, key)
+        block.diagonal(scores).add_(block.minus_infinity)
+        largest = scores.amax(-1, keepdim=True)
+        if sinks is not None:
+            sink = block.gather(_of_rows(sinks, query))
+            largest = torch.maximum(largest, sink)
+        weights = scores.sub_(largest).exp_()
+        total = weights.sum(-1, keepdim=True)
+        if sinks is not None:
+            total += (sink - largest).exp_()
+        block.scatter(out, torch.bmm(weights, block.keys(value)).div_(total))
+        log_sums.append(total.log_().add_(largest))
+    return out, log_sums
+
+
+def gradients_in_blocks(
+    grad: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    sinks: Tensor | None,
+    segments: Sequence[tuple[int, int]],
+    log_sums: Sequence[Tensor],
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Of what :func:`attend_in_blocks` took: queries, keys, values and sinks."""
+    grad_query = torch.empty_like(query, memory_format=torch.contiguous_format)
+    grad_key, grad_value = (x.new_zeros(x.shape[1], x.shape[0], x.shape[2]) for x in (key, value))
+    projection = (grad * out).sum(-1, keepdim=True)
+    grad_of_sinks = torch.empty_like(projection)
+    for block, log_sum in zip(blocks_of(query, key, segments), log_sums, strict=True):
+        # Computed again from the saved log-sum-exp (Dao et al., 2022).
+        probabilities = block.scores(query, key).sub_(log_sum)
+        # Hidden scores may exceed the log-sum-exp by any amount, so they are zeroed before the exponential and after.
+        block.diagonal(probabilities).mul_(block.visible)
+        block.diagonal(probabilities.exp_()).mul_(block.visible)
+        grad_block = block.gather(grad)
+        block.add_to_keys(grad_value, torch.bmm(probabilities.transpose(1, 2), grad_block))
+        grad_scores = torch.bmm(grad_block, block.keys(value).transpose(1, 2))
+        projected = block.gather(projection)
+        grad_scores.sub_(projected).mul_(probabilities)
+        block.scatter(grad_query, torch.bmm(grad_scores, block.keys(key)).mul_(block.scale))
+        block.add_to_keys(grad_key, torch.bmm(grad_scores.transpose(1, 2), block.gather(query).mul_(block.scale)))
+        if sinks is not None:
+            # As of a score whose value is 0.
+            of_sink = block.gather(_of_rows(sinks, query)).sub_(log_sum).exp_()
+            block.scatter(grad_of_sinks, of_sink.mul_(projected).neg_())
+    grad_sinks = None if sinks is None else grad_of_sinks.sum((0, 2))
+    return grad_query, grad_key.transpose(0, 1), grad_value.transpose(0, 1), grad_sinks
 
 
 def _of_rows(sinks: Tensor, query: Tensor) -> Tensor:
@@ -120,7 +148,7 @@ class _Order(NamedTuple):
     keys: _Rows
 
 
-def _order_by_length(query_lens: tuple[int, ...], key_lens: tuple[int, ...]) -> _Order:
+def order_by_length(query_lens: tuple[int, ...], key_lens: tuple[int, ...]) -> _Order:
     segments = list(zip(query_lens, key_lens, strict=True))
     short = [segment for segment in segments if segment[0] <= _BLOCK]
     if len(set(short)) == len(short) or segments == sorted(segments):
@@ -191,7 +219,8 @@ class _Block(NamedTuple):
         return grouped
 
 
-def _blocks(query: Tensor, key: Tensor, segments: Sequence[tuple[int, int]]) -> Iterator[_Block]:
+def blocks_of(query: Tensor, key: Tensor, segments: Sequence[tuple[int, int]]) -> Iterator[_Block]:
+    """The products that attention is computed in, one after the other."""
     square = query.new_ones(_BLOCK, _BLOCK)
     masks = torch.stack((torch.full_like(square, -torch.inf).triu_(1), square.tril()))
     scale = query.shape[-1] ** -0.5
@@ -235,6 +264,7 @@ class Segments(NamedTuple):
     cu_keys: Tensor  # the same of the keys
     key_index: Tensor | None = None  # int64, the segments' rows among the keys of all ranks; None for rows of queries
     tree: PrefixTree | None = None  # whose runs the segments are; key_index is then of this rank's own rows
+    edges: Tensor | None = None  # (2, S + 1) int64 on the CPU, in place of lengths and tree; see :meth:`hidden`
 
     @classmethod
     def of_sequences(cls, cu_seqlens: Tensor, seq_lens: Sequence[int]) -> Self:
@@ -248,6 +278,21 @@ class Segments(NamedTuple):
         lens = tree.lengths, tree.key_lens
         queries, keys = (torch.tensor((0, *accumulate(each)), dtype=torch.int32).to(device) for each in lens)
         return cls(*lens, queries, keys, tree.key_rows.to(device), tree)
+
+    def hidden(self) -> Self:
+        """For compiled code, of which every other number that it reads makes another: of the lengths it has the longest, and
+        only where a kernel is launched with it.
+        """
+        longest = [(max(lens),) if self.cu_queries.is_cuda else () for lens in (self.query_lens, self.key_lens)]
+        return self._replace(
+            query_lens=longest[0], key_lens=longest[1], tree=None, edges=_edges(self.query_lens, self.key_lens)
+        )
+
+
+# The layers of a model ask for the same in turn.
+@lru_cache(maxsize=8)
+def _edges(query_lens: tuple[int, ...], key_lens: tuple[int, ...]) -> Tensor:
+    return torch.tensor([(0, *accumulate(query_lens)), (0, *accumulate(key_lens))])
 
 
 def packed_attention(
@@ -279,12 +324,14 @@ def packed_attention(
     if query.is_meta:
         longest, seen = min(max(segments.query_lens), _WINDOWED_BLOCK), max(segments.key_lens)
         seen = seen if window is None else min(seen, window + _WINDOWED_BLOCK)
-        on_meta: Tensor = _MetaAttention.apply(query, key, value, sinks, longest * (seen + 1))
+        lengths = zip(segments.query_lens, segments.key_lens, strict=True)
+        pairs = query.shape[1] * sum(_pairs(keys, window) - _pairs(keys - own, window) for own, keys in lengths)
+        on_meta: Tensor = _MetaAttention.apply(query, key, value, sinks, longest * (seen + 1), pairs)
         return on_meta
     if window is not None and window >= max(segments.key_lens):
         window = None
     if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16) and sinks is None:
-        return _varlen(query, key, value, segments, window)
+        return varlen_attention(query, key, value, segments, window)
     if window is None:
         return _whole(query, key, value, segments.query_lens, segments.key_lens, sinks)
     return _windowed_and_whole(query, key, value, segments.query_lens, segments.key_lens, window, sinks)
@@ -333,7 +380,8 @@ def _windowed_and_whole(
     return torch.cat(attended)
 
 
-def _varlen(query: Tensor, key: Tensor, value: Tensor, segments: Segments, window: int | None) -> Tensor:
+def varlen_attention(query: Tensor, key: Tensor, value: Tensor, segments: Segments, window: int | None) -> Tensor:
+    """:func:`packed_attention` by the kernel of a GPU, in bfloat16 or float16. Of the lengths only the longest are read."""
     # The kernel aligns the causal mask and the window to the last query and the last key of each segment.
     options: dict[str, Any] = {"window_size": (-1 if window is None else window - 1, 0)}
     if key.shape[1] != query.shape[1]:
@@ -455,15 +503,29 @@ class _SinkAttention(torch.autograd.Function):
         return (*torch.autograd.grad(attended, inputs, grad), None, None, None)
 
 
+def _pairs(keys: int, window: int | None) -> int:
+    """How many scores a sequence of so many tokens has."""
+    whole = keys if window is None else min(keys, window)
+    return whole * (whole + 1) // 2 + whole * (keys - whole)
+
+
+def _count(like: Tensor, products: int) -> None:
+    """For what counts operations on the meta device: as many multiplications, which take no memory there."""
+    one = like.new_empty(1, 1)
+    torch.mm(one.expand(1, products), one.expand(products, 1))
+
+
 class _MetaAttention(torch.autograd.Function):
     """Keeps what flash attention (Dao et al., arXiv 2205.14135) keeps; with sinks it needs a block's scores meanwhile."""
 
     @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, block: int) -> Tensor:
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, block: int, pairs: int) -> Tensor:
         out = query.new_empty(*query.shape[:2], value.shape[-1])
         ctx.save_for_backward(query, key, value, sinks, out, query.new_empty(query.shape[:2], dtype=torch.float32))
         ctx.block = 0 if sinks is None else query.shape[1] * block
+        ctx.pairs = pairs
         query.new_empty(ctx.block)
+        _count(query, pairs * (key.shape[-1] + value.shape[-1]))
         return out
 
     @staticmethod
@@ -471,5 +533,7 @@ class _MetaAttention(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, sinks, *_ = ctx.saved_tensors
         query.new_empty(2 * ctx.block)
+        # Scores once more, and the gradients of scores, queries, keys and values.
+        _count(query, ctx.pairs * (3 * key.shape[-1] + 2 * value.shape[-1]))
         of_sinks = None if sinks is None else torch.empty_like(sinks)
-        return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value), of_sinks, None
+        return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value), of_sinks, None, None

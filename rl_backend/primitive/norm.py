@@ -50,7 +50,8 @@ class RMSNorm(nn.Module):
             wide = _wide(x)
             squares = self.sum_over_ranks(wide.square().sum(-1, keepdim=True))
             return (wide * (squares / self.dim + self.eps).rsqrt() * weight).to(x.dtype)
-        if x.is_cuda:
+        # Compiled code has no need of kernels that pass over memory less often.
+        if x.is_cuda or torch.compiler.is_compiling():
             if weight.dtype != x.dtype:
                 return F.rms_norm(_wide(x), weight.shape, weight, self.eps).to(x.dtype)
             return F.rms_norm(x, weight.shape, weight, self.eps)

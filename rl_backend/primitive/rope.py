@@ -131,6 +131,9 @@ class Rotations:
 
 def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotates (T, heads, head_dim) by the angles of :func:`rotary_cos_sin`."""
+    if torch.compiler.is_compiling():
+        first, second = x.chunk(2, dim=-1)
+        return x * cos + torch.cat((-second, first), dim=-1) * sin
     rotated: Tensor = _Rotary.apply(x, cos, sin)
     return rotated
 

@@ -19,7 +19,7 @@ from tests.support.critic import transformers_values, write_critic
 from tests.support.models import write_tiny
 from tests.support.native import assert_near
 from tests.support.rank_pool import RankPool
-from tests.support.verl_batches import make_batch, ppo, rows, transformers_outputs
+from tests.support.verl_batches import make_batch, ppo, rows, transformers_gradients, transformers_outputs
 from tests.support.verl_engine import open_engine
 
 BACKENDS = ["native", "bridge"]
@@ -147,22 +147,6 @@ def test_gradients_of_verls_value_loss_do_not_depend_on_how_a_batch_is_cut(
         assert_near(gradients, first[1])
 
 
-def reference_gradients(model: Path, loss: Any, layout: Any) -> tuple[float, dict[str, Tensor]]:
-    """Of verl's loss on transformers' log-probs of the whole batch."""
-    from verl.utils import tensordict_utils as tu
-
-    reference = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
-    found = rows()
-    batch = make_batch(found, layout)
-    mask = batch["loss_mask"]
-    tu.assign_non_tensor(batch, dp_size=1, batch_num_tokens=float(mask.values().sum()))
-    outputs = transformers_outputs(reference, found, torch.ones(len(found)))
-    value, _ = loss(model_output=outputs, data=batch, dp_group=None)
-    value.backward()
-    named = reference.named_parameters()
-    return float(value.detach()), {name: parameter.grad for name, parameter in named if parameter.grad is not None}
-
-
 @pytest.mark.shows("verl: verl's PPO and SFT losses give transformers' gradients however a batch is cut")
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_gradients_of_verls_losses_do_not_depend_on_how_a_batch_is_cut(ranks: RankPool, model: Path, backend: str) -> None:
@@ -170,8 +154,8 @@ def test_gradients_of_verls_losses_do_not_depend_on_how_a_batch_is_cut(ranks: Ra
 
     (results,) = ranks.run(gradients_job, str(model), backend, world_size=1, timeout=IMPORT_SECONDS)
     expected: Mapping[str, tuple[float, dict[str, Tensor]]] = {
-        "ppo": reference_gradients(model, ppo(), "response"),
-        "sft": reference_gradients(model, partial(sft_loss, config=None), "full"),
+        "ppo": transformers_gradients(model, rows(), ppo(), "response"),
+        "sft": transformers_gradients(model, rows(), partial(sft_loss, config=None), "full"),
     }
     _, metrics, _ = results["one micro-batch"]
     assert {"actor/pg_loss", "actor/entropy_loss", "kl_loss"} < metrics.keys()

@@ -229,7 +229,8 @@ def test_prometheus_finds_the_metrics_of_run_ranks_and_engines(
 
     def check(found: Served) -> None:
         # Only a push of an adapter sets the first (tests/e2e/test_adapter_sync.py), and only deaths the others.
-        elsewhere = {"rl_backend_adapter_version", "rl_backend_engine_events_total", "rl_backend_recoveries_total"}
+        events = {"rl_backend_engine_events_total", "rl_backend_recoveries_total", "rl_backend_reshapes_total"}
+        elsewhere = {"rl_backend_adapter_version", *events}
         expected = {name for name, metric in METRICS.items() if metric.kind != "histogram"} - elsewhere
         assert expected <= set(found)
         assert {"rl_backend_run_loss", "rl_backend_push_seconds_bucket"} <= set(found)

@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +18,15 @@ import ray
 from ray.exceptions import RayError
 from safetensors.torch import load_file
 
+from actors import Loss, Run
 from actors.cluster.processes import start_time
+from actors.run import update_metrics
 from actors.run.session import Session, open_session
 from actors.sync.staged_transports import SharedMemoryTransport
 from examples import grpo, sft
 from examples.demo.__main__ import DemoConfig, demo_settings
+from rl_backend.contracts import ConfigError, RLBackendError
+from rl_backend.data.prompts import endless_batches
 from tests.support.runs import of_the_run
 
 type Disturb = Callable[[Session], None]
@@ -198,6 +203,57 @@ def test_a_run_of_the_bridge_goes_on_from_memory(ray_cluster: None, task: Path, 
     assert recoveries(found)[0]["recovery/steps_repeated"] <= 2
 
 
+def train_and_move(config: sft.SFTConfig, session: Session, moves: dict[int, tuple[int, dict[str, int]]]) -> Path:
+    """A loop of a user's own, whose training group gets another layout after some steps."""
+    examples, _ = sft.load_data(config)
+    with Run(config, session) as run:
+        model = run.build_model("sft")
+        batches = endless_batches(examples, config.batch_size, config.seed, start=run.start.step)
+        run.begin("SFT", {"sft": model})
+        for step in run.steps():
+            run.end_step(update_metrics([model.update(list(chain(*next(batches))), Loss("rl_backend.algorithm:sft_loss"))]))
+            if step in moves:
+                ranks, sizes = moves[step]
+                run.reshape(ranks, **sizes)
+        run.save_model(model)
+    return Path(config.run_dir)
+
+
+@pytest.mark.long
+@pytest.mark.shows("recovery: a run moves from dp=2 to tp=2, pp=2 and one rank between its steps; losses within 1e-5")
+def test_a_run_changes_its_layout_between_steps(
+    ray_cluster: None, task: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    moves: dict[int, tuple[int, dict[str, int]]] = {2: (2, {"tp": 2}), 4: (2, {"pp": 2}), 6: (1, {})}
+    configs = [config_of(task, tmp_path / name) for name in ("undisturbed", "moved")]
+    with open_session(configs[0]) as session:
+        folders = [run(configs[0], session), train_and_move(configs[1], session, moves)]
+        group = session.groups[0]
+        assert group.num_ranks == 1 and group.epoch == 3 and not group.recoveries
+        assert_close(*folders)
+        with pytest.raises(RLBackendError, match=r"stays on 1 rank, because 99 ranks .* could not take over: .*asks for 99"):
+            group.reshape(99)
+        with pytest.raises(ConfigError, match=r"world size 3 is not a multiple of tp\*pp\*cp"):
+            group.reshape(3, tp=2)
+        assert group.num_ranks == 1 and not group.ended
+    said = [line for line in capfd.readouterr().out.splitlines() if " went from " in line]
+    expected = ["from 2 ranks (dp=2) to 2 ranks (tp=2) in ", "to 2 ranks (pp=2) in ", "from 2 ranks (pp=2) to 1 rank in "]
+    assert [part in line for part, line in zip(expected, said, strict=True)] == [True] * 3
+    told = [json.loads(line) for line in (folders[1] / "metrics.jsonl").read_text().splitlines()]
+    assert {line["step"]: line["reshape/ranks"] for line in told if "reshape/count" in line} == {3: 2, 5: 2, 7: 1}
+    # Whatever wrote it, a checkpoint continues in the layout of the configuration.
+    with open_session(configs[0]) as session:
+        for folder in folders:
+            run(config_of(task, folder, steps=10, resume="auto"), session)
+    assert len(lines(folders[1])) == 10
+    assert_close(*folders)
+
+
+def assert_close(*folders: Path) -> None:
+    one, other = ([line["nll"] for line in lines(folder)] for folder in folders)
+    assert one == pytest.approx(other, rel=1e-5)
+
+
 def kill_in_a_save(folder: Path) -> Disturb:
     def wait_and_kill(session: Session) -> None:
         deadline = time.monotonic() + 60
@@ -233,6 +289,27 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
 
 def samples(folder: Path) -> list[Any]:
     return [json.loads(line) for line in (folder / "samples.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.long
+@pytest.mark.shows("recovery: GRPO whose trainer moves to another layout pushes on, and vLLM's log-probs stay within 1e-5")
+def test_a_run_that_samples_pushes_from_its_new_layout(ray_cluster: None, task: Path, tmp_path: Path) -> None:
+    (tmp_path / "reward.py").write_text(REWARD)
+    settings = demo_settings(DemoConfig(steps=4), task, task / "model", tmp_path / "run")
+    changes = {"ranks": 2, "recover": "memory", "eval_dataset": None, "reward": f"{tmp_path}/reward.py:compute_score"}
+    config = grpo.GRPOConfig(**{**settings, **changes})
+
+    def on_step(step: int, metrics: dict[str, float]) -> None:
+        if step == 2:
+            session.groups[0].reshape(2, tp=2)
+
+    with open_session(config) as session:
+        grpo.train(config, session, on_step)
+    found = [line for line in lines(Path(config.run_dir)) if line["step"]]
+    assert [line.get("reshape/ranks") for line in found] == [None, None, 2, None]
+    assert max(line["log_prob_gap"] for line in found) <= 1e-5
+    versions = [line["weight_version"] for line in found]
+    assert versions == sorted(set(versions)) and len(versions) == 4
 
 
 @pytest.mark.long

@@ -118,8 +118,15 @@ class TwoNodes(OwnCluster):
 
     def remove_second_node(self) -> None:
         """Kills the second node's raylet and all that runs under it."""
+        self._tell("remove")
+
+    def add_another_node(self) -> None:
+        """In the place of the one that was removed."""
+        self._tell("add")
+
+    def _tell(self, what: str) -> None:
         assert self._process.stdin is not None
-        self._process.stdin.write("remove\n")
+        self._process.stdin.write(f"{what}\n")
         self._process.stdin.flush()
 
 

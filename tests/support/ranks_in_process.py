@@ -17,6 +17,7 @@ from ray.exceptions import ActorDiedError
 from actors.train import memory_boundary, recovery
 from actors.train.context import RankContext
 from actors.train.group import TrainGroup
+from actors.train.layout import Layout
 from actors.train.loss import SentLoss
 from actors.train.order import OperationHeader, OperationSequence
 from actors.train.outcome import Apart, RankInfo
@@ -203,9 +204,10 @@ def group_that_recovers(
             return started[-1]
 
         first = start()
-        recovered: Recovery[Any] = Recovery(first, start, in_memory=in_memory)
+        config = first.context.runtime.config
+        recovered: Recovery[Any] = Recovery(first, start, Layout(config, 1), in_memory=in_memory)
         stack.callback(recovered.kill)
-        yield TrainGroup.__new__(TrainGroup)._over(first.context.runtime.config, first, None, recovered), started
+        yield TrainGroup.__new__(TrainGroup)._over(config, first, None, recovered), started
 
 
 def sequences(step: int) -> list[TokenSequence]:

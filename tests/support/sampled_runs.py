@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -173,8 +175,13 @@ def without_ray(
     """A session of stand-ins, for runs that read ``inputs``."""
     engines, trainer = Engines(config), Trainer(config)
     monkeypatch.setattr("actors.run.run.check_start", lambda config, session_is_open: [])
-    monkeypatch.setattr("actors.run.rl_run.load_inputs", lambda config: inputs())
-    monkeypatch.setattr("actors.run.rl_run.load_episode_inputs", lambda config: inputs())
+
+    def load(config: SampledConfig, taken: int) -> Inputs | EpisodeInputs:
+        made = inputs()
+        return replace(made, batches=islice(made.batches, taken, None))
+
+    monkeypatch.setattr("actors.run.rl_run.load_inputs", load)
+    monkeypatch.setattr("actors.run.rl_run.load_episode_inputs", load)
     for room in ("parts", "session"):
         monkeypatch.setattr(f"actors.run.{room}.WeightSync", Sync)
     monkeypatch.setattr("actors.run.sampling.time", SimpleNamespace(monotonic=engines.monotonic))

@@ -2,7 +2,8 @@
 
     python -m tests.support.two_nodes TEMP_DIR
 
-prints its address as JSON, removes the second node at the line ``remove`` on standard input, and ends when the input does.
+prints its address as JSON, removes the second node at the line ``remove`` on standard input, adds another in its place at
+``add``, and ends when the input does.
 """
 
 from __future__ import annotations
@@ -27,7 +28,9 @@ def main(temp_dir: str) -> None:
         print(json.dumps({"address": cluster.address, "nodes": [node.node_id for node in nodes]}), flush=True)  # noqa: T201
         for line in sys.stdin:
             if line.strip() == "remove":
-                cluster.remove_node(nodes[1], allow_graceful=False)
+                cluster.remove_node(nodes.pop(), allow_graceful=False)
+            elif line.strip() == "add":
+                nodes.append(cluster.add_node(num_cpus=CPUS, node_ip_address=ELSEWHERE))
     finally:
         cluster.shutdown()
 

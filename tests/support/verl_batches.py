@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from tensordict import TensorDict
 from torch import Tensor, nn
+from transformers import AutoModelForCausalLM
 
 LENGTHS = ((3, 5), (2, 1), (4, 26), (2, 2), (6, 7), (1, 12), (9, 3), (5, 20))
 """(prompt, response) tokens of each sequence."""
 
 VOCAB_SIZE = 128
+
+GROUPS = (0, 0, 0, 1, 2, 2, 2, 2)
+"""Which prompt each sequence of :func:`grouped_rows` has."""
 
 type Layout = Literal["full", "response", "dense"]
 """Where masks and what goes with them are: over all tokens (SFT), over the response, or over the response with padding."""
@@ -47,6 +52,19 @@ def rows(seed: int = 0, *, spread: float = 0.5) -> list[dict[str, Tensor]]:
                 "temperature": 0.5 + torch.rand((), generator=generator),
             }
         )
+    return found
+
+
+def grouped_rows(seed: int = 0) -> list[dict[str, Tensor]]:
+    """As :func:`rows`, with groups of one prompt each; the prompts of the first and the last begin alike."""
+    generator = torch.Generator().manual_seed(1000 + seed)
+    system, *own = torch.randint(0, VOCAB_SIZE, (4, 40), generator=generator)
+    prompts = [torch.cat([system, own[0]]), own[1], torch.cat([system, own[2]])]
+    found = rows(seed)
+    for row, group in zip(found, GROUPS, strict=True):
+        response = row["input_ids"][row["prompt_length"] :]
+        row["input_ids"] = torch.cat([prompts[group], response])
+        row["prompt_length"] = torch.tensor(len(prompts[group]))
     return found
 
 
@@ -129,6 +147,21 @@ def transformers_outputs(model: nn.Module, found: Sequence[Mapping[str, Tensor]]
         "log_probs": torch.nested.nested_tensor_from_jagged(torch.cat(log_probs), offsets),
         "entropy": torch.nested.nested_tensor_from_jagged(torch.cat(entropies), offsets),
     }
+
+
+def transformers_gradients(
+    path: Path, found: Sequence[Mapping[str, Tensor]], loss: Callable[..., Any], layout: Layout
+) -> tuple[float, dict[str, Tensor]]:
+    """verl's loss on transformers' log-probs of the whole batch, and its gradients."""
+    from verl.utils import tensordict_utils as tu
+
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    batch = make_batch(found, layout)
+    tu.assign_non_tensor(batch, dp_size=1, batch_num_tokens=float(batch["loss_mask"].values().sum()))
+    value, _ = loss(model_output=transformers_outputs(model, found, torch.ones(len(found))), data=batch, dp_group=None)
+    value.backward()
+    gradients = {name: each.grad for name, each in model.named_parameters() if each.grad is not None}
+    return float(value.detach()), gradients
 
 
 def ppo(**changes: Any) -> Callable[..., Any]:

@@ -53,6 +53,10 @@ _DECIDED_BY = {
     "override_ddp_config": "the field of that name",
     "override_optimizer_config": "optim.override_optimizer_config",
 }
+_ON_NATIVE = {
+    f"{ENGINE}.use_megatron_fsdp": "backend=bridge keeps parameters whole; set backend=native, which shards them, or False",
+    f"{OURS}.use_prefix_grouper": "backend=bridge computes every sequence by itself; set backend=native, or False",
+}
 # Of override_optimizer_config, what OptimizerConfig has.
 OF_ADAM = ("adam_beta1", "adam_beta2", "adam_eps")
 
@@ -69,6 +73,7 @@ class EngineSettings:
         optimizer_offload: the optimizer's state is on the host outside ``train_mode``.
         full_determinism: call verl's ``enable_full_determinism(runtime.seed)`` before the runtime is made.
         router_replay: which routes are replayed, in which pass.
+        use_prefix_grouper: micro-batches are cut by the tokens that are computed.
         save_contents: what ``save_checkpoint`` writes, of ``model``, ``optimizer``, ``extra`` and ``hf_model``.
         load_contents: what ``load_checkpoint`` reads, of the same.
         lora: the adapter that is trained instead of the weights; None in a forward-only engine, as in verl's references.
@@ -81,6 +86,7 @@ class EngineSettings:
     optimizer_offload: bool
     full_determinism: bool
     router_replay: RouterReplayMode
+    use_prefix_grouper: bool
     save_contents: frozenset[str]
     load_contents: frozenset[str]
     lora: LoRASettings | None
@@ -133,6 +139,7 @@ def engine_settings(
         optimizer_offload=engine_config.optimizer_offload or on_host,
         full_determinism=engine_config.full_determinism,
         router_replay=replay,
+        use_prefix_grouper=_groups_prefixes(engine_config),
         save_contents=frozenset(checkpoint_config.save_contents if checkpoint_config else ()),
         load_contents=frozenset(checkpoint_config.load_contents if checkpoint_config else ()),
         lora=None if engine_config.forward_only else lora,
@@ -176,12 +183,11 @@ def require_engine_config(config: McoreEngineConfig) -> None:
     require_supported(ENGINE, config)
     require_supported(f"{ENGINE}.router_replay", config.router_replay)
     require_supported(f"{ENGINE}.qat", config.qat)
-    if config.use_megatron_fsdp and _backend(config) == "bridge":
-        raise ConfigError.of(
-            f"{ENGINE}.use_megatron_fsdp",
-            True,
-            "backend=bridge keeps parameters whole; set backend=native, which shards them, or leave it at False",
-        )
+    if _backend(config) == "bridge":
+        asked = (config.use_megatron_fsdp, _groups_prefixes(config))
+        wrong = [(name, True, problem) for (name, problem), value in zip(_ON_NATIVE.items(), asked, strict=True) if value]
+        if wrong:
+            raise ConfigError.of_all(wrong)
 
 
 def require_contents(field: str, contents: frozenset[str], *, sharded: bool) -> None:
@@ -233,6 +239,10 @@ def _backend(engine: McoreEngineConfig) -> str:
     return str(getattr(engine, "backend", "native"))
 
 
+def _groups_prefixes(engine: McoreEngineConfig) -> bool:
+    return bool(getattr(engine, "use_prefix_grouper", False))
+
+
 def _backend_options(
     model: HFModelConfig, engine: McoreEngineConfig, optimizer: McoreOptimizerConfig | None
 ) -> dict[str, Any]:
@@ -266,6 +276,9 @@ def _backend_options(
     decided_by = {**dict.fromkeys(translated, "override_transformer_config too"), **_DECIDED_BY}
     if engine.entropy_from_logits_with_chunking:
         decided_by["log_prob_chunk_tokens"] = "entropy_from_logits_chunk_size"
+    if _groups_prefixes(engine):
+        options["share_prefixes"] = "auto"
+        decided_by["share_prefixes"] = "use_prefix_grouper"
     _require_not_decided(chosen, decided_by)
     return options | translated
 

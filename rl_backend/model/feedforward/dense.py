@@ -38,6 +38,8 @@ class SwiGLUSpec(FeedForwardSpec):
 class SwiGLU(FeedForward):
     """``down(activation(gate(x)) * up(x))``; (..., hidden_size) -> (..., hidden_size)."""
 
+    compiles = True
+
     def __init__(
         self, hidden_size: int, intermediate_size: int, *, bias: bool = False, activation: Activation = "silu"
     ) -> None:
@@ -88,6 +90,8 @@ class MLPSpec(FeedForwardSpec):
 
 class MLP(FeedForward):
     """``down(activation(up(x)))``; (..., hidden_size) -> (..., hidden_size)."""
+
+    compiles = True
 
     def __init__(self, hidden_size: int, intermediate_size: int, activation: Activation, *, bias: bool = False) -> None:
         super().__init__()

@@ -7,7 +7,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from rl_backend.contracts import ConfigError, ParallelConfig, WeightName
+from rl_backend.contracts import ConfigError, NativeConfig, ParallelConfig, WeightName
 from rl_backend.model.blocks import (
     CacheBytes,
     Mixer,
@@ -16,6 +16,7 @@ from rl_backend.model.blocks import (
     divisors,
     linear_names,
     nearest,
+    operator_for,
     require_divided,
 )
 from rl_backend.parallel.context import attend_over_ranks
@@ -137,6 +138,11 @@ class GroupedQueryAttention(Mixer):
         if rotated == self.spec.head_dim:
             return apply_rotary(x, *rotation)
         return torch.cat((apply_rotary(x[..., :rotated], *rotation), x[..., rotated:]), dim=-1)
+
+    def use_operators(self, groups: ParallelGroups, config: NativeConfig) -> bool:
+        attend = operator_for(groups, config, self.spec.window, sinks=self.spec.sinks)
+        self.attend = attend or self.attend
+        return attend is not None
 
     def split(self, groups: ParallelGroups) -> None:
         if groups.cp_group.size() > 1:

@@ -11,15 +11,23 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from rl_backend.contracts import ConfigError, ParallelConfig, WeightName
-from rl_backend.model.blocks import CacheBytes, KeyChoice, Mixer, MixerSpec, Rotation, linear_names, require_divided
+from rl_backend.contracts import ConfigError, NativeConfig, ParallelConfig, WeightName
+from rl_backend.model.blocks import (
+    CacheBytes,
+    KeyChoice,
+    Mixer,
+    MixerSpec,
+    Rotation,
+    linear_names,
+    operator_for,
+    require_divided,
+)
 from rl_backend.model.options import INDEXER_OPTIONS, IndexerTraining
-from rl_backend.parallel.collectives import all_gather
 from rl_backend.parallel.context import gather_keys
 from rl_backend.parallel.groups import ParallelGroups
 from rl_backend.parallel.tensor import TensorParallel
 from rl_backend.primitive.adapters import runs_at_work
-from rl_backend.primitive.attention import Segments, packed_attention
+from rl_backend.primitive.attention import Attend, Segments, packed_attention
 from rl_backend.primitive.backward import with_added_loss
 from rl_backend.primitive.norm import LayerNorm, NormSpec, RMSNorm
 from rl_backend.primitive.prefix_tree import PrefixTree
@@ -217,14 +225,15 @@ class LatentAttention(Mixer):
         self.kv_a_layernorm = RMSNorm(spec.kv_rank, spec.latent_eps)
         self.kv_b_proj = nn.Linear(spec.kv_rank, spec.num_heads * (spec.plain_dim + spec.value_dim), bias=False)
         self.o_proj = nn.Linear(spec.num_heads * spec.value_dim, hidden_size, bias=spec.bias)
-        self._tp_group: dist.ProcessGroup | None = None
+        self.attend: Attend = packed_attention
+        self._tensor: TensorParallel | None = None
         self._cp_group: dist.ProcessGroup | None = None
 
     def forward(self, x: Tensor, rotation: Rotation | None, segments: Segments) -> Tensor:
         assert rotation is not None, "MLASpec has a rotary embedding"
         query = self._queries(self._query_latent(x), rotation)
         key, value = self._gathered(*self._latents(x, rotation), segments)
-        attended = packed_attention(query, key, value, segments)
+        attended = self.attend(query, key, value, segments, None, None)
         return self.o_proj(attended.flatten(1))  # type: ignore[no-any-return]
 
     def _query_latent(self, x: Tensor) -> Tensor:
@@ -272,7 +281,12 @@ class LatentAttention(Mixer):
         return apply_rotary(x, *rotation)
 
     def _of_all_tokens(self, x: Tensor) -> Tensor:
-        return x if self._tp_group is None else all_gather(x, self._tp_group, sum_gradients=True)
+        return x if self._tensor is None else self._tensor.operators.all_gather(x, sum_gradients=True)
+
+    def use_operators(self, groups: ParallelGroups, config: NativeConfig) -> bool:
+        attend = None if self.spec.chooses else operator_for(groups, config, None)
+        self.attend = attend or self.attend
+        return attend is not None
 
     def split(self, groups: ParallelGroups) -> None:
         # Context parallelism gathers latents, which are smaller than keys and values.
@@ -280,8 +294,7 @@ class LatentAttention(Mixer):
             self._cp_group = groups.cp_group
         if groups.tp_group.size() == 1:
             return
-        self._tp_group = groups.tp_group
-        tensor = TensorParallel(groups.tp_mesh)
+        tensor = self._tensor = TensorParallel(groups.tp_mesh)
         if self.spec.query_rank is None:
             tensor.column(self.q_proj)
         else:

@@ -10,6 +10,7 @@ from torch import nn
 from rl_backend.checkpoint.hf_weights import load_weights, with_stored_copies
 from rl_backend.contracts import (
     VALUE_HEAD_WEIGHTS,
+    ConfigError,
     Head,
     NativeConfig,
     PackedWeight,
@@ -45,6 +46,13 @@ def build_handle(
     native = config.options(NativeConfig)
     family, architecture, hf_config, settings = described = layout.describe_model(config.hf_path, native, head)
     layout.check_model_layout(family, architecture, native)
+    if adaptable and native.compile:
+        raise ConfigError.of(
+            "NativeConfig.compile",
+            True,
+            f"{name!r} is for LoRA tenants, whose updates must be the same to the bit alone and beside others, which "
+            "compiled code does not promise; leave it out",
+        )
     parts = layout.model_stages(family, architecture, native, groups.pp_group.rank())
 
     whole_names = with_stored_copies(config.hf_path, described.weight_names)
@@ -102,7 +110,7 @@ def build_handle(
         model=model,
         stages=stages,
         micro_batch_multiple=layout.micro_batch_multiple(native),
-        shares_prefixes=layout.shares_prefixes(name, family, architecture, native),
+        shares_prefixes=not layout.why_unshared(family, architecture, native),
         has_outputs=has_outputs,
         stage_copies=stage_copies,
         parameters=parameters,

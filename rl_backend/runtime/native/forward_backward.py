@@ -34,7 +34,7 @@ from rl_backend.primitive.attention import Segments
 from rl_backend.primitive.prefix_tree import PrefixTree, take_rows
 from rl_backend.primitive.router import RowSequences
 from rl_backend.runtime.native.handle import NativeHandle
-from rl_backend.runtime.native.layout import schedule_name
+from rl_backend.runtime.native.layout import has_last_stage, schedule_name
 from rl_backend.runtime.native.routers import PassRouters
 from rl_backend.runtime.passes import PassRequest, PassResults
 from rl_backend.runtime.recording import gather_outputs_of_stages, record_outputs, routes_to_replay
@@ -72,6 +72,7 @@ def lay_out(
     heads: Sequence[Head] = (),
     trains_second: bool = False,
     tree: PrefixTree | None = None,
+    predicts: bool = True,
 ) -> RankBatch:
     """The part of ``batch``, which is on the training device, that this rank has under context and tensor parallelism.
 
@@ -80,6 +81,7 @@ def lay_out(
         runs: rows of each sequence on this rank -> the adapters that work on them.
         trains_second: whether the model is trained on the tokens after the next.
         tree: what sequences share and is computed once; for ranks without context parallelism.
+        predicts: whether this rank has the head.
     """
     seq_lens: Sequence[int] = tuple(batch.seq_lens.tolist())
     layout = _token_layout(seq_lens, groups, tree)
@@ -99,7 +101,8 @@ def lay_out(
     if trains_second:
         following, total = batch.next_ids, sum(max(length - 2, 0) for length in seq_lens)
         second = SecondTokens(take(following, -100), take(second_labels(following), -100), total)
-    wanted = _predictions(batch, layout, shared=tree is not None)
+    # To sort them takes time, and stages without the head read none.
+    wanted = _predictions(batch, layout, shared=tree is not None and predicts)
     adapters = () if runs is None else runs(rows)
     inputs = ModelInput(
         input_ids=take(batch.input_ids, 0),
@@ -171,7 +174,10 @@ def _rank_batch(
 ) -> RankBatch:
     runs = partial(request.runs, index, batch)
     tree = request.prefix_tree(handle, index)
-    return lay_out(batch, handle.groups, len(request.data), replayed, runs, request.heads, handle.trains_second, tree)
+    predicts = has_last_stage(handle.options, handle.groups.pp_group.rank())
+    return lay_out(
+        batch, handle.groups, len(request.data), replayed, runs, request.heads, handle.trains_second, tree, predicts
+    )
 
 
 def _computed(handle: NativeHandle, rank_batch: RankBatch) -> int | None:
@@ -325,6 +331,9 @@ def record_activations(handle: NativeHandle, request: PassRequest) -> list[Mappi
     here: dict[tuple[int, int], dict[str, Tensor]] = {}
     for index, batch in enumerate(request.data):
         with ExitStack() as stack:
+            if handle.options.compile:
+                # Hooks see nothing of compiled code.
+                stack.enter_context(torch.compiler.set_stance("force_eager"))
             recorded = {
                 stage: stack.enter_context(record_outputs(module, hf_names, hidden_size))
                 for stage, module in (handle.stages or {0: handle.model}).items()

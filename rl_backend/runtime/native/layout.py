@@ -1,6 +1,5 @@
 """Layout of a model over ranks: its description, stages, checks, and the place of each parameter."""
 
-import logging
 from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -28,8 +27,6 @@ from rl_backend.parallel.groups import ParallelGroups
 from rl_backend.parallel.shards import ShardLayout, layout_of
 from rl_backend.pipeline.catalog import Algorithm, require_stages
 from rl_backend.pipeline.schedule import split_layers
-
-logger = logging.getLogger(__name__)
 
 
 class ModelDescription(NamedTuple):
@@ -85,20 +82,17 @@ def micro_batch_multiple(config: NativeConfig) -> int:
     return max(found.micro_batches_per_rank, int(found.whole_groups)) * config.parallel.pp or 1
 
 
-def shares_prefixes(name: str, family: ModelFamily, architecture: Any, config: NativeConfig) -> bool:
-    """Whether the model called ``name`` computes shared prefixes once; a warning says why not where that is asked."""
-    if config.share_prefixes == "off":
-        return False
+def why_unshared(family: ModelFamily, architecture: Any, config: NativeConfig) -> str:
+    """What keeps a model from computing shared prefixes once; empty where nothing does."""
     reasons = {
+        f"share_prefixes={config.share_prefixes!r}": config.share_prefixes == "off",
         f"cp={config.parallel.cp}": config.parallel.cp > 1,
         f"model={family.name!r}": family.why_unshared is None,
     }
     found = [reason for reason, holds in reasons.items() if holds]
     if family.why_unshared is not None and (why := family.why_unshared(architecture, config.model_cfg)):
         found.append(why)
-    if found:
-        logger.warning("share_prefixes='auto': %r computes every sequence by itself, because of %s", name, ", ".join(found))
-    return not found
+    return ", ".join(found)
 
 
 def has_last_stage(config: NativeConfig, pp_rank: int) -> bool:
@@ -160,9 +154,11 @@ def check_weights(config: RuntimeConfig, head: Head) -> None:
 
 def check_model_layout(family: ModelFamily, architecture: Any, native: NativeConfig) -> None:
     """Raises :class:`ConfigError` for a layout or a head in float32 that the family does not have, whose sizes do not divide
-    the model, or with a stage that cannot begin where it does.
+    the model, or with a stage that cannot begin where it does; and for layers that cannot be compiled.
     """
-    algorithm(native)
+    schedule = algorithm(native)
+    if native.compile:
+        _check_compiled(family, native, splits_backward=schedule is not None and schedule.splits_backward)
     if native.head_in_float32 and not family.float32_head:
         raise ConfigError.of(
             "NativeConfig.head_in_float32",
@@ -188,6 +184,16 @@ def check_model_layout(family: ModelFamily, architecture: Any, native: NativeCon
         for stage in model_stages(family, architecture, native, pp_rank).values():
             if isinstance(architecture, DecoderSpec):
                 architecture.require_stage(stage.layers)
+
+
+def _check_compiled(family: ModelFamily, native: NativeConfig, *, splits_backward: bool) -> None:
+    reasons = {
+        f"pipeline_schedule={native.pipeline_schedule!r} puts gradients of weights off, which compiled code "
+        "computes together with those of inputs": splits_backward,
+        f"model family {family.name!r} does not say ModelFamily.compiles": not family.compiles,
+    }
+    if found := [reason for reason, holds in reasons.items() if holds]:
+        raise ConfigError.of("NativeConfig.compile", True, f"{', and '.join(found)}; change that, or leave it out")
 
 
 def _require_one(family: ModelFamily, parallel: ParallelConfig, names: Iterable[str], missing: str) -> None:

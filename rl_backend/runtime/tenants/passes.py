@@ -129,7 +129,7 @@ class LossOfTenants:
     """A loss that gives each tenant its own sequences, losses and denominators; an error in one is that one's result."""
 
     tenants: PassTenants
-    results: dict[int, list[tuple[float, Mapping[str, MetricValue]]]] = field(default_factory=dict)
+    results: dict[int, list[tuple[Tensor | None, Mapping[str, MetricValue]]]] = field(default_factory=dict)
     failures: dict[int, str] = field(default_factory=dict)
 
     def __call__(
@@ -151,7 +151,7 @@ class LossOfTenants:
             except Exception as error:  # noqa: BLE001 - one tenant's loss is not the others' affair
                 self.failures[key] = f"{type(error).__name__}: {error}"
                 continue
-            self.results.setdefault(key, []).append((0.0 if loss is None else float(loss.detach()), found))
+            self.results.setdefault(key, []).append((None if loss is None else loss.detach(), found))
             # By number: a tenant's name may be the beginning of another's.
             metrics |= {f"{key}/{name}": value for name, value in found.items()}
             total = total if loss is None else total + loss
@@ -218,8 +218,14 @@ def results_of_tenants(
             if error
             else {each.removeprefix(prefix): value for each, value in result.metrics.items() if each.startswith(prefix)}
         )
-        found[name] = ForwardResult(tuple(value for value, _ in own), metrics, outputs, error=error, lora_id=key)
+        found[name] = ForwardResult(_numbers([value for value, _ in own]), metrics, outputs, error=error, lora_id=key)
     return found
+
+
+def _numbers(losses: Sequence[Tensor | None]) -> tuple[float, ...]:
+    # One wait for the device.
+    found = iter(torch.stack([loss for loss in losses if loss is not None] or [torch.zeros(())]).tolist())
+    return tuple(0.0 if loss is None else next(found) for loss in losses)
 
 
 def metrics_by_name(metrics: Mapping[str, Metric], tenants: PassTenants) -> dict[str, Metric]:

@@ -80,8 +80,12 @@ FAULTS = [
     Fault(
         "router-losses-of-a-pipeline-not-averaged",
         "rl_backend.runtime.native.forward_backward:_rank_batch",
-        "return lay_out(batch, handle.groups, len(request.data), replayed, runs, request.heads, handle.trains_second, tree)",
-        "return lay_out(batch, handle.groups, 1, replayed, runs, request.heads, handle.trains_second, tree)",
+        """
+        return lay_out(
+            batch, handle.groups, len(request.data), replayed, runs, request.heads, handle.trains_second, tree, predicts
+        )
+        """,
+        "return lay_out(batch, handle.groups, 1, replayed, runs, request.heads, handle.trains_second, tree, predicts)",
         ("test_router_losses_of_the_options_are_averaged_over_micro_batches",),
         "the losses would grow with the number of micro-batches",
     ),

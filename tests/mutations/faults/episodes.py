@@ -121,4 +121,28 @@ FAULTS = [
         ("test_a_transcript_shows_special_tokens_wherever_they_were_sampled_or_given",),
         "a transcript would hide what ended a turn",
     ),
+    Fault(
+        "every-estimate-needs-the-order-of-time",
+        "rl_backend.algorithm.sequences:episode_lengths",
+        "if in_order and not bool(sequence.sequence_fields[IN_ORDER]):",
+        "if not bool(sequence.sequence_fields[IN_ORDER]):",
+        ("test_an_episode_that_came_back_to_an_earlier_history_is_refused_where_the_order_of_time_counts",),
+        "one episode that comes back to a history would end runs of reinforce_plus_plus_baseline for nothing",
+    ),
+    Fault(
+        "gae-without-the-order-of-time",
+        "rl_backend.algorithm.sequences:episode_lengths",
+        "if in_order and not bool(sequence.sequence_fields[IN_ORDER]):",
+        "if False:",
+        ("test_an_episode_that_came_back_to_an_earlier_history_is_refused_where_the_order_of_time_counts",),
+        "values of later turns would be taken for those of earlier ones",
+    ),
+    Fault(
+        "what-a-score-raises-ends-the-program",
+        "rl_backend.environment.groups:_scores",
+        "except Exception as error:",
+        "except ZeroDivisionError as error:",
+        ("test_a_score_is_of_those_that_did_not_fail_each_its_own",),
+        "a mistake in a score would be a bare KeyError, which does not say whose it is",
+    ),
 ]

@@ -15,9 +15,9 @@ FAULTS = [
     ),
     Fault(
         "fraction-of-a-gpu-reserves-a-whole",
-        "actors.cluster.placement:reserve",
-        'bundle: dict[str, float] = {"CPU": cores_per_rank, **({"GPU": gpus_per_rank} if gpus_per_rank else {})}',
-        'bundle: dict[str, float] = {"CPU": cores_per_rank, **({"GPU": 1} if gpus_per_rank else {})}',
+        "actors.cluster.placement:_bundle",
+        'return {"CPU": cores, **({"GPU": gpus} if gpus else {})}',
+        'return {"CPU": cores, **({"GPU": 1} if gpus else {})}',
         ("test_each_rank_reserves_the_cores_and_the_share_of_a_gpu_that_are_asked_for",),
         "the engine that shares the GPU would wait for it until the start fails",
     ),

@@ -7,7 +7,7 @@ _BRIDGE = "test_tensor_parallel_ranks_train_as_one"
 FAULTS = [
     Fault(
         "gradient-of-sinks-with-the-wrong-sign",
-        "rl_backend.primitive.attention:_BlockedAttention.backward",
+        "rl_backend.primitive.attention:gradients_in_blocks",
         "block.scatter(grad_of_sinks, of_sink.mul_(projected).neg_())",
         "block.scatter(grad_of_sinks, of_sink.mul_(projected))",
         ("test_a_sink_takes_its_share_of_the_softmax",),

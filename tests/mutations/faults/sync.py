@@ -242,14 +242,19 @@ FAULTS = [
     ),
     Fault(
         "a-resumed-stream-draws-the-prompts-again",
-        "actors.collect.stream:BatchStream._go_to",
-        """
-        for _ in range(position.taken):
-            next(self._batches)
-        """,
-        "pass",
-        ("test_a_stream_that_goes_on_draws_no_sample_again_and_gives_what_the_other_would_have",),
+        "actors.collect.inputs:load_inputs",
+        "endless_batches(prompts, config.prompts_per_step, config.seed, start=taken)",
+        "endless_batches(prompts, config.prompts_per_step, config.seed)",
+        ("test_a_run_that_continues_has_the_batches_of_a_whole_one_and_makes_none_before",),
         "a resumed run would see its first prompts twice",
+    ),
+    Fault(
+        "a-closed-scorer-is-opened-by-a-batch-in-flight",
+        "actors.collect.prompts:PromptSource.__exit__",
+        "self._closed = True",
+        "pass",
+        ("test_scoring_that_has_ended_is_not_begun_again_by_a_batch_that_was_in_flight",),
+        "processes of reward functions would be left after a run on a session that goes on",
     ),
     Fault(
         "samples-of-every-batch-alike",

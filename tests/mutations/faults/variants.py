@@ -20,8 +20,8 @@ FAULTS = [
     Fault(
         "joint-norm-counts-copies-of-a-head",
         "rl_backend.parallel.tensor:TensorParallel.norm_over_heads",
-        "norm.sum_over_ranks = lambda squares: all_reduce(squares, self.group) / copies",
-        "norm.sum_over_ranks = lambda squares: all_reduce(squares, self.group)",
+        "norm.sum_over_ranks = lambda squares: self.operators.all_reduce(squares) / copies",
+        "norm.sum_over_ranks = lambda squares: self.operators.all_reduce(squares)",
         (f"{_LAYOUTS}[olmo2]",),
         "keys would be too small where several ranks have a copy of a head",
     ),
@@ -107,7 +107,7 @@ FAULTS = [
     ),
     Fault(
         "parallel-blocks-one-after-the-other",
-        "rl_backend.model.decoder:DecoderLayer.forward",
+        "rl_backend.model.decoder:DecoderLayer.mix",
         "if not self.decoder.parallel_blocks:",
         "if not self.decoder.parallel_blocks or norms.before_feed_forward is None:",
         (f"{_EQUAL}[phi]",),

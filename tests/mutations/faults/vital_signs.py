@@ -42,10 +42,13 @@ FAULTS = [
     ),
     Fault(
         "equal-groups-warned-of-where-advantages-differ",
-        "actors.watch.health_metrics:_equal_groups",
-        'return metrics["equal_groups"] == 1 and metrics.get("zero_advantages", 1.0) == 1',
-        'return metrics["equal_groups"] == 1',
-        ("test_equal_rewards_of_groups_are_no_cause_where_advantages_compare_more_than_a_group",),
+        "actors.watch.health_metrics:_without_advantages",
+        'metrics[name] == value and metrics.get("zero_advantages", 1.0) == 1',
+        "metrics[name] == value",
+        (
+            "test_equal_rewards_of_groups_are_no_cause_where_advantages_compare_more_than_a_group",
+            "test_a_cause_is_told_once_when_it_has_lasted_and_numbers_near_it_are_not",
+        ),
         "runs whose advantages compare a whole batch would be told that they learn nothing",
     ),
     Fault(

@@ -42,6 +42,8 @@ class Stream:
     def next(self, more: int | None = None) -> SampledBatch:
         return self.batches.pop(0)
 
+    def __exit__(self, *_: object) -> None: ...
+
 
 def make_batch(number: int, version: int, *groups: Sequence[Sequence[int]]) -> SampledBatch:
     prompts, samples = [], []
@@ -232,6 +234,21 @@ def test_dynamic_sampling_replaces_groups_whose_reward_failed() -> None:
 
 
 @pytest.mark.shows("rewards: batches that are sampled ahead are scored while others are sampled and trained on")
+def test_scoring_that_has_ended_is_not_begun_again_by_a_batch_that_was_in_flight() -> None:
+    asked: list[str] = []
+
+    def function(solution_str: str, **_: Any) -> float:
+        asked.append(solution_str)
+        return 0.0
+
+    inputs = inputs_for(settings(), function, workers=2)
+    source = source_of(settings(), inputs=inputs)
+    source.__exit__(KeyError, KeyError(), None)
+    source.begin_scoring(make_batch(1, 0, [GOOD, BAD], [BAD, BAD]))
+    with inputs.reward:
+        assert inputs.reward._opened is None and not asked
+
+
 def test_a_batch_is_scored_once_from_when_it_is_sampled() -> None:
     begun = threading.Event()
     asked = []

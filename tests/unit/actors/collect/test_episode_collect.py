@@ -76,7 +76,8 @@ def collector_of(
     config: EpisodeConfig, source: RandomSource | None = None, start: StreamPosition | None = None, **row: Any
 ) -> Collector[EpisodeBatch]:
     options = PlayOptions(filled(config, "limits"), config.on_episode_failure, config.least_episodes)
-    batches = ([{"task": 3 * number + each, **row} for each in range(3)] for number in count())
+    taken = start.taken if start else 0
+    batches = ([{"task": 3 * number + each, **row} for each in range(3)] for number in count(taken))
     size, ahead = config.sampling.n, config.batches_ahead
     source = source or RandomSource(version=1)
     stream = EpisodeStream(player, source, options, batches, n=size, seed=5, ahead=ahead, start=start)
@@ -298,10 +299,14 @@ def test_options_that_cannot_work_are_refused(options: Mapping[str, Any], messag
 
 
 def test_single_episodes_need_no_number_that_only_groups_have() -> None:
-    for on_failure in ("stop", "zero"):
-        assert settings(samples_per_prompt=1, on_episode_failure=on_failure).least_episodes == 2
+    for on_failure in ("stop", "zero", "drop"):
+        config = settings(samples_per_prompt=1, on_episode_failure=on_failure)
+        source: Any = EpisodeSource(
+            config, EpisodeInputs(Tokens(), player, None, [], [], iter(())), lambda _: RandomSource()
+        )
+        assert source.play_options(Limits()).fewest == 1
     with pytest.raises(ConfigError, match="a group has samples_per_prompt=1 episodes; use at most that"):
-        settings(samples_per_prompt=1)
+        settings(samples_per_prompt=1, least_episodes=3)
 
 
 def test_lengths_follow_from_one_another() -> None:

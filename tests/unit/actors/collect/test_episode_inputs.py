@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from actors.collect.episodes import turn_sampling
-from actors.collect.inputs import load_episode_inputs, load_episode_player
+from actors.collect.episodes import EpisodeSource, turn_sampling
+from actors.collect.held_out import HeldOutSet
+from actors.collect.inputs import EpisodeInputs, load_episode_inputs, load_episode_player
 from actors.options.sampled_config import EpisodeConfig
+from actors.rollout.config import SamplingConfig
 from actors.rollout.tokens import RolloutTokens
-from rl_backend.environment import Limits
+from rl_backend.environment import Generation, Limits
 from rl_backend.environment.stepping import StepOptions, SteppedPlayer
 from tests.support.chat_templates import CHATML, chat_tokenizer
 from tests.support.models import write_tiny
+from tests.support.token_sources import RandomSource
 from tests.unit.actors.rollout.test_tokens import Engines, ask
 
 PLAYER = "async def play(row, sampler): ...\n"
@@ -52,6 +56,35 @@ ENVIRONMENT = """class Asks:
     def start(self): return [{"role": "user", "content": "?"}]
     def step(self, turn): ...
 """
+
+
+class Stops(RandomSource):
+    """Keeps the stop tokens of each turn."""
+
+    async def generate(self, token_ids: Sequence[int], *, stop_token_ids: Sequence[int], **options: Any) -> Generation:
+        self.stops = set(stop_token_ids)
+        return await super().generate(token_ids, stop_token_ids=stop_token_ids, **options)
+
+
+def test_the_stop_tokens_of_a_held_out_set_replace_those_of_training(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(ENVIRONMENT)
+    config = EpisodeConfig(
+        model="m", dataset="d", environment=f"{tmp_path}/mine.py:Asks", run_dir="x", sampling={"stop_token_ids": [42]}
+    )
+    tokenizer = chat_tokenizer(CHATML)
+    player, _ = load_episode_player(config, tokenizer, {}, (43,))
+    sets = [
+        HeldOutSet(name, [{}], SamplingConfig(stop_token_ids=stops, max_new_tokens=3), (1,))
+        for name, stops in (("own", (41,)), ("none", ()), ("same", (42,)))
+    ]
+    sources: list[Stops] = []
+
+    def engines(sampling: SamplingConfig) -> Stops:
+        sources.append(Stops(context_tokens=512, vocab_size=512))
+        return sources[-1]
+
+    EpisodeSource(config, EpisodeInputs(tokenizer, player, None, [{}], sets, iter([]), (43,)), engines).answer_held_out()
+    assert [source.stops & {41, 42, 43} for source in sources[1:]] == [{41, 43}, {43}, {42, 43}]
 
 
 def test_options_of_a_run_reach_the_player_of_its_environment(tmp_path: Path) -> None:

@@ -39,7 +39,10 @@ RUN = SamplingConfig(
         ({}, 4, True, {"n": 4}),
         ({"n": 2}, 1, True, {"n": 2}),
         ({"n": 1}, 4, True, {"n": 1, "temperature": 0.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0}),
-        ({"temperature": 0.5}, 1, True, {"n": 1, "temperature": 0.5}),
+        ({"temperature": 0.5}, 1, True, {"n": 1, "temperature": 0.5, "top_p": 1.0, "top_k": 0, "min_p": 0.0}),
+        ({"temperature": 0.5, "top_p": 0.8}, 1, True, {"n": 1, "temperature": 0.5, "top_p": 0.8, "top_k": 0, "min_p": 0.0}),
+        ({"temperature": 0.5}, 1, False, {"n": 1, "temperature": 0.5}),
+        ({"temperature": 0.5}, 4, True, {"n": 4, "temperature": 0.5}),
         ({"temperature": 0}, 1, False, {"n": 1, "temperature": 0.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0}),
         (
             {"n": 3, "top_p": 0.5, "top_k": 0, "min_p": 0.0, "max_new_tokens": 7, "stop_token_ids": (), "stop_strings": ()},
@@ -111,8 +114,10 @@ def test_every_set_has_prompts_ends_and_passes_of_its_own() -> None:
     sets = {"a": EvalSet(path="xy"), "b": EvalSet(path="z", pass_at=(2, 3), pass_threshold=0.0)}
     sampling = {"b": SamplingConfig(n=3), "a": SamplingConfig(n=4, top_p=0.5)}
     assert load_held_out(sets, sampling, load, new_ends) == [
-        HeldOutSet("a", ["x", "y"], SamplingConfig(n=4, top_p=0.5, stop_token_ids=(2,)), (1, 4), 1.0, "note of xy"),
-        HeldOutSet("b", ["z"], SamplingConfig(n=3, stop_token_ids=(1,)), (2, 3), 0.0, "note of z"),
+        HeldOutSet(
+            "a", ["x", "y"], SamplingConfig(n=4, top_p=0.5, stop_token_ids=(2,)), (1, 4), 1.0, "held-out set a: note of xy"
+        ),
+        HeldOutSet("b", ["z"], SamplingConfig(n=3, stop_token_ids=(1,)), (2, 3), 0.0, "held-out set b: note of z"),
     ]
     assert made == [["x", "y"], ["z"]]
 

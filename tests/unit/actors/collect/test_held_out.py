@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from datetime import date, datetime
 from decimal import Decimal
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ from examples.demo.task import write_task
 from examples.grpo import GRPOConfig
 from rl_backend.checkpoint.hf_reader import SINGLE_FILE
 from rl_backend.contracts import BatchError, CheckpointError, ConfigError
+from rl_backend.data import prompts as prompts_module
 from rl_backend.data.prompts import Prompt, PromptExample, load_tokenizer
 from rl_backend.data.rewards import LoadedReward, RewardScorer
 from rl_backend.lab.text import json_text
@@ -104,7 +106,7 @@ def test_one_response_is_greedy_and_several_are_sampled_as_in_training() -> None
     common = {"max_new_tokens": 512, "stop_strings": ("x",), "log_probs": False}
     assert one == SamplingConfig(temperature=0.0, **common)
     assert several == SamplingConfig(n=4, temperature=0.6, top_p=0.9, min_p=0.1, **common)
-    assert own == SamplingConfig(temperature=1.0, top_p=0.9, min_p=0.1, **{**common, "max_new_tokens": 600})
+    assert own == SamplingConfig(temperature=1.0, **{**common, "max_new_tokens": 600})
     assert config.rollout.max_model_len == 512 + 600
     with pytest.raises(ConfigError, match=r"--rollout\.max_model_len=1100: a held-out set needs 1112"):
         read("--eval-dataset", json.dumps(sets), "--rollout.max_model_len", "1100")
@@ -238,6 +240,18 @@ def test_inputs_have_every_set_with_the_tokens_that_end_a_response(task: Path) -
     assert one == contents["a"], "as before for a path alone"
 
 
+def test_a_run_that_continues_has_the_batches_of_a_whole_one_and_makes_none_before(
+    task: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = {"model": str(task / "model"), "dataset": str(task / "train.jsonl")}
+    config = GRPOConfig(**files, reward="examples.demo.task:compute_score", dtype="float32", prompts_per_step=8)
+    whole, later = load_inputs(config).batches, load_inputs(config, 7).batches
+    made: list[object] = []
+    monkeypatch.setattr(prompts_module, "cut_prompt", lambda ids, *_: made.append(ids) or ids)
+    found = list(islice(later, 3))
+    assert len(made) == 24 and found == list(islice(whole, 7, 10))
+
+
 def test_the_report_has_a_chart_for_each_set(tmp_path: Path) -> None:
     with RunFolder(tmp_path, EvalSet(path="x")) as folder:
         for step, value in ((0, 0.25), (2, 0.75)):
@@ -269,6 +283,9 @@ def test_an_evaluation_alone_has_options_for_all_sets_that_each_may_replace() ->
     assert [each.pass_threshold for each in mixed.eval_sets.values()] == [0.5, 2.0]
     one = of_evaluation("--eval-dataset", '{"a": {"path": "x", "n": 1}, "b": "y"}', "--samples-per-prompt", "8")
     assert [(each.n, each.temperature) for each in one.eval_sampling.values()] == [(1, 0.0), (8, 1.0)]
+    own = '{"x": {"path": "x", "n": 1, "temperature": 0.7}, "y": {"path": "y", "n": 1}}'
+    one, greedy = of_evaluation("--eval-dataset", own, "--samples-per-prompt", "8", "--top-p", "0.9").eval_sampling.values()
+    assert (one.temperature, one.top_p, greedy.temperature, greedy.top_p) == (0.7, 0.9, 0.0, 1.0)
     with pytest.raises(ConfigError, match="--eval-dataset"):
         of_evaluation()
     with pytest.raises(ConfigError, match=r"^--reward: required field is missing$"):

@@ -62,7 +62,8 @@ class Engines:
 
 
 def stream_of(engines: Any, ahead: int, start: StreamPosition | None = None) -> SampleStream:
-    batches = ([Prompt(PromptExample("p", "a", "made"), [number])] for number in count(1))
+    taken = start.taken if start else 0
+    batches = ([Prompt(PromptExample("p", "a", "made"), [number])] for number in count(1 + taken))
     return SampleStream(engines, batches, SamplingConfig(n=2), seed=5, ahead=ahead, start=start)
 
 

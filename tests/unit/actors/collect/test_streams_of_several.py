@@ -44,7 +44,8 @@ class Engines:
 
 def stream_of(engines: Engines, **options: Any) -> SampleStream:
     given: dict[str, Any] = {"seed": 5, "ahead": 0, **options}
-    return SampleStream(engines, iter(BATCHES), SamplingConfig(n=2), **given)  # type: ignore[arg-type]
+    left = iter(BATCHES[given["start"].taken if "start" in given else 0 :])
+    return SampleStream(engines, left, SamplingConfig(n=2), **given)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("adapter", [None, "poet"])

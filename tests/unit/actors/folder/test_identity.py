@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,8 @@ from typing import Any
 import pytest
 
 from actors.folder import identity as identity_module
-from actors.folder.identity import saved_facts
+from actors.folder.checkpoints import Progress
+from actors.folder.identity import require_same_run, saved_facts
 from actors.folder.resume import LOGS, RunStart, require_new_run
 from rl_backend.contracts import CheckpointError, ConfigError
 from tests.unit.actors.folder.test_resume import config_of
@@ -75,6 +77,33 @@ def test_sets_of_a_run_are_known_by_name(tmp_path: Path) -> None:
     assert one["num_bytes"] == 2
     two = contents(config.replace(eval_dataset=[f"{tmp_path}/held.jsonl", f"{tmp_path}/train.jsonl"]))["eval_dataset"]
     assert two["held"] == one and two["train"] == contents(config)["dataset"]
+
+
+@pytest.mark.shows("resume: held-out sets in another order, or answered differently, are refused")
+def test_held_out_sets_keep_their_options_and_their_order(tmp_path: Path) -> None:
+    rows = str(config_of(tmp_path).dataset)
+    sets: dict[str, Any] = {"a": {"path": rows, "n": 4, "pass_at": [1, 2]}, "b": {"path": rows}}
+
+    def of(**options: Any) -> Any:
+        return config_of(tmp_path, eval_dataset={**sets, "a": {**sets["a"], **options}})
+
+    saved = json.loads(json.dumps(saved_facts(of())))
+    (tmp_path / "moved.jsonl").write_text(Path(rows).read_text())
+    require_same_run(of(path=f"{tmp_path}/moved.jsonl"), Progress(2, {"run": saved}, tmp_path))
+    others = [
+        of(n=8),
+        of(temperature=0.5),
+        of(top_p=0.9),
+        of(pass_at=[1, 4]),
+        of(pass_threshold=0.5),
+        of(stop_strings=["x"]),
+    ]
+    others.append(config_of(tmp_path, eval_dataset={"b": sets["b"], "a": sets["a"]}))
+    for other in others:
+        with pytest.raises(ConfigError, match=r"eval_dataset=.* has \[\['a', {'n': 4, .* would not go on as it was"):
+            require_same_run(other, Progress(2, {"run": saved}, tmp_path))
+    del saved["options"]["eval_dataset"]  # of a version that did not say
+    require_same_run(of(n=8), Progress(2, {"run": saved}, tmp_path))
 
 
 def test_a_folder_of_data_is_asked_for_its_split_and_known_by_all_its_files(

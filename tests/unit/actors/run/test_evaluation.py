@@ -128,8 +128,9 @@ def test_sets_are_answered_by_engines_of_its_own_and_written(
     facts = json.loads((out / "evaluation.json").read_text())
     assert facts["metrics"] == {**results["a"].metrics, **results["b"].metrics}
     assert EvalConfig(**facts["config"]) == config
+    assert facts["notes"] == ["held-out set a: a note", "held-out set b: a note"]
     printed = capsys.readouterr().out
-    for words in ("reading 2 held-out sets", "starting 2 vLLM engines", "answering 4 prompts"):
+    for words in (*facts["notes"], "reading 2 held-out sets", "starting 2 vLLM engines", "answering 4 prompts"):
         assert words in printed
     with pytest.raises(ConfigError, match=r"^EvalConfig\.out='\S+': has evaluation\.json already; choose a new folder"):
         evaluate(config)

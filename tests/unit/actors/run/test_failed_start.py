@@ -112,7 +112,10 @@ def test_all_users_whose_runs_ended_are_named(
         run_command(lambda: tenants.train(config, object()) and None)  # type: ignore[arg-type]
     said = "no prompts for bob; this ended the run of user 'bob'"
     said += "; this ended the run of user 'eve': no prompts for eve"
-    assert capsys.readouterr().err == f"error: {said}\n"
+    printed = capsys.readouterr()
+    assert printed.err == f"error: {said}\n"
+    told = [f"{name:12}warning: this user's run has ended: no prompts for {name}" for name in ("bob", "eve")]
+    assert sorted(printed.out.splitlines()) == told, "at once, before the others have finished"
 
 
 def test_a_dead_engine_is_said_with_what_a_user_of_a_command_can_do(capsys: pytest.CaptureFixture[str]) -> None:

@@ -20,6 +20,7 @@ from actors.watch.console import Phases
 from examples.grpo import GRPOConfig
 from examples.ppo import PPOConfig
 from examples.sft import SFTConfig
+from examples.tenants import TenantsConfig
 from rl_backend.contracts import ConfigError, RolloutError
 
 OPTIONS: dict[str, Any] = {"model": "m", "dataset": "d", "dtype": "float32"}
@@ -82,7 +83,7 @@ def test_ray_groups_and_engines_are_opened_in_order_and_closed_backwards(
     runtime = config.replace(model="/cache/m").runtime_config()
     assert events[:2] == [("ray", 6, 2), ("share", 6, 2, not ahead)]
     recover = "checkpoint" if ahead else "off"
-    given = {"placement": "spread", "bounds": WaitBounds(9, 99), "recover": recover}
+    given = {"placement": "spread", "bounds": WaitBounds(9, 99), "recover": recover, "min_ranks": 0}
     assert events[2:4] == [("group", (runtime, 3, 3, 1), given)] * 2
     assert events[4][0] == "engines" and opened == 5
     assert (engines.model_path, engines.num_engines, engines.placement) == ("/cache/m", 2, "spread")
@@ -109,6 +110,17 @@ def test_states_in_memory_need_no_checkpoints(events: list[Any]) -> None:
         ConfigError, match=r"recover.*'off'.*save_every=0 saves no checkpoints; set it too, or recover=memory"
     ):
         SFTConfig(**OPTIONS, recover="off")
+
+
+@pytest.mark.parametrize(
+    ("shared", "of_users", "recover"), [(0, (2, 5), "checkpoint"), (2, (0, 0), "off"), (0, (0, 0), "off")], ids=str
+)
+def test_ranks_of_several_users_recover_where_these_save(
+    events: list[Any], shared: int, of_users: tuple[int, ...], recover: str
+) -> None:
+    users = {f"user{number}": {"save_every": every} for number, every in enumerate(of_users)}
+    with open_session(TenantsConfig(**OPTIONS, run_dir="x", reward="r", save_every=shared, users=users)):  # type: ignore[arg-type]
+        assert events[2][2]["recover"] == recover
 
 
 def test_what_a_start_says_of_ray(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -171,7 +183,11 @@ def session_of(config: Any, **engines: Any) -> Session:
             {"lora.rank": 8},
             r"max_adapter_rank=7': the run asks for max_adapter_rank=8",
         ),
-        ({}, {"ranks": 2, "tp": 2}, r"ranks=1, backend_cfg.parallel=.*: the run asks for ranks=2, "),
+        (
+            {},
+            {"ranks": 2, "tp": 2},
+            r"ranks=1, backend_cfg\.parallel\.tp=1': the run asks for ranks=2, backend_cfg\.parallel\.tp=2; ",
+        ),
     ],
     ids=str,
 )

@@ -344,13 +344,23 @@ def test_a_user_has_the_options_of_all_and_its_own() -> None:
     assert filled(stops, "rollout").load_tokenizer
 
 
+def test_users_save_at_steps_of_their_own_or_recover_from_memory() -> None:
+    for users, more in (
+        ('{"a": {"save_every": 2}, "b": {"save_every": 5}}', ()),
+        ('{"a": {"save_every": 0}}', ("--save-every", "3")),
+        ('{"a": {"save_every": 2}, "b": {}}', ("--recover", "memory")),
+        ('{"a": {"seed": 3, "engines": 2, "rollout": {"num_engines": 2}}}', ("--seed", "3", "--engines", "2")),
+    ):
+        read("--users", users, *more, kind=TenantsConfig)
+
+
 def test_a_users_reward_functions_replace_those_of_all() -> None:
-    users = '{"ann": {}, "bob": {"reward": {"lax": "c.py:h"}, "rollout.engine_args": {"y": 1}, "reward_workers": 2}}'
-    shared = ("--reward", "strict=a.py:f", "--reward-timeout-seconds", "5", "--rollout.engine_args", '{"x": 1}')
+    users = '{"ann": {}, "bob": {"reward": {"lax": "c.py:h"}, "chat_template_kwargs": {"y": 1}, "reward_workers": 2}}'
+    shared = ("--reward", "strict=a.py:f", "--reward-timeout-seconds", "5", "--chat-template-kwargs", '{"x": 1}')
     arguments = ["--model", "m", "--dataset", "d", *shared, "--users", users]
     ann, bob = parse_config(TenantsConfig, "", arguments).each().values()
     assert [list(user.reward) for user in (ann, bob)] == [["strict"], ["lax"]]
-    assert [user.rollout.engine_args for user in (ann, bob)] == [{"x": 1}, {"y": 1}]
+    assert [user.data.chat_template_kwargs for user in (ann, bob)] == [{"x": 1}, {"y": 1}]
     assert [(user.rewards.timeout_seconds, user.rewards.workers) for user in (ann, bob)] == [(5, 1), (5, 2)]
 
 
@@ -363,11 +373,28 @@ def test_a_users_reward_functions_replace_those_of_all() -> None:
         ('{"a": {"speed": 1}}', "user 'a': UserConfig.speed=1: unknown field"),
         ('{"a": {"run_dir": "y"}}', "user 'a': UserConfig.run_dir='y': is run_dir/a; leave it out"),
         ('{"a": {"lora.push": "merged"}}', "users share engines; push adapters"),
-        ('{"a": {"max_response_tokens": 600}}', "--rollout.max_model_len=1024: user 'a' has sequences of up to 1112 tokens"),
+        (
+            '{"a": {"max_response_tokens": 600}}',
+            "user 'a': UserConfig.rollout.max_model_len=1024: its sequences have up to 1112",
+        ),
         (
             '{"a": {"eval_dataset": {"h": {"path": "p", "max_new_tokens": 900}}}}',
-            "--rollout.max_model_len=1024: user 'a' has sequences of up to 1412 tokens",
+            "UserConfig.rollout.max_model_len=1024: its sequences have up to 1412 tokens; set it for all",
         ),
+        ('{"a": {}, "b": {"seed": 1}}', "user 'b': UserConfig.seed=1: is 0 for all users; set it for all"),
+        ('{"a": {"engines": 2}}', "user 'a': UserConfig.engines=2: is 1 for all users"),
+        ('{"a": {"ranks": 2, "tp": 2}}', "UserConfig.tp=2: is 1 for all users; set it for all; UserConfig.ranks=2: is 1"),
+        ('{"a": {"rollout.engine_args": {"y": 1}}}', "UserConfig.rollout.engine_args.y=1: is None for all"),
+        ('{"a": {"rollout.cores_per_engine": 2}}', "UserConfig.rollout.cores_per_engine=2: is None for all"),
+        ('{"a": {"model": "n"}}', "UserConfig.model='n': is 'm' for all"),
+        ('{"a": {"max_tokens_per_micro_batch": 2048}}', "UserConfig.max_tokens_per_micro_batch=2048: is None for all"),
+        ('{"a": {"recover": "memory"}}', "UserConfig.recover='memory': is 'checkpoint' for all"),
+        ('{"a": {"recover": "memory", "min_ranks": 1, "ranks": 2}}', "UserConfig.min_ranks=1: is 0 for all"),
+        ('{"a": {"rank_silence": 9}}', "UserConfig.rank_silence=9.0: is 60.0 for all"),
+        ('{"a": {"operation_timeout": 9}}', "UserConfig.operation_timeout=9.0: is 7200.0 for all"),
+        ('{"a": {"placement": "spread"}}', "UserConfig.placement='spread': is 'pack' for all"),
+        ('{"a": {"transport": "gloo"}}', "UserConfig.transport='gloo': is 'auto' for all"),
+        ('{"a": {"save_every": 2}, "b": {}}', "user 'b': UserConfig.save_every=0: others save checkpoints"),
     ],
 )
 def test_a_wrong_option_of_a_user_is_refused_with_its_name(users: str, message: str) -> None:

@@ -14,6 +14,7 @@ import ray
 from actors import Run, Session
 from actors.folder.resume import find_start
 from actors.train.model import GroupModel
+from actors.train.recovery import Reshaped
 from examples.ppo import PPOConfig
 from examples.sft import SFTConfig
 from rl_backend.contracts import ConfigError, OptimizerConfig
@@ -213,3 +214,43 @@ def test_every_group_must_see_the_model_and_the_run_folder(tmp_path: Path) -> No
         assert not marks[0].exists() and marks[0].parent == tmp_path / "run"
         state = json.loads((tmp_path / "run" / "run.json").read_text())
         assert state["state"] == "failed" and "10.0.0.2" in state["error"]
+
+
+def test_a_group_gets_another_layout_between_two_steps_which_is_said_and_logged(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = config_of(tmp_path, save_every=1)
+    session, (trainer,) = session_of(config)
+    made = [
+        Reshaped("mine", "1 rank", "2 ranks (dp=2)", "the cluster has room again", 1.5),
+        Reshaped("mine", "a", "b", "", 2.0),
+    ]
+    asked: list[Any] = []
+
+    def change(*arguments: Any, **sizes: int) -> Reshaped:
+        assert not list((tmp_path / "run" / "checkpoints").glob(".*")), "what was saved is committed"
+        asked.append((arguments, sizes))
+        trainer.reshapes = (*trainer.reshapes, made[len(asked) - 1])
+        trainer.has_room = False  # type: ignore[misc]
+        return trainer.reshapes[-1]
+
+    trainer.grow = trainer.reshape = change  # type: ignore[attr-defined]
+    with Run(config, session) as run:
+        model = run.build_model("mine")
+        run.begin("Mine", {"mine": model})
+        for step in run.steps():
+            trainer.has_room = step in (1, 3)  # type: ignore[misc]
+            run.end_step({"weight": model.group.update(step)})  # type: ignore[attr-defined]
+            if step == 2:
+                run.reshape(4, tp=2)
+    assert asked == [((), {}), ((4, None), {"tp": 2})], "not after the last step"
+    printed = capsys.readouterr().out
+    assert "training group 'mine' went from 1 rank to 2 ranks (dp=2) in 1.5 s (the cluster has room again)\n" in printed
+    assert "training group 'mine' went from a to b in 2 s\n" in printed
+    logged = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    found = [{name: value for name, value in line.items() if name.startswith(("reshape", "recovery"))} for line in logged]
+    assert found == [
+        {},
+        {"reshape/count": 1, "reshape/seconds": 1.5, "reshape/ranks": 1},
+        {"reshape/count": 1, "reshape/seconds": 2.0, "reshape/ranks": 1},
+    ]

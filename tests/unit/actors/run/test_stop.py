@@ -111,7 +111,7 @@ def test_a_run_without_checkpoints_ends_in_order_and_says_so(
 
 @pytest.mark.shows("resume: a run that ended after its last checkpoint, before its results, has those of its last step")
 def test_sft_that_is_resumed_after_its_last_step_has_the_results_of_it(
-    tmp_path: Path, tied_model: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, tied_model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     class Trained(GroupModel):
         def update(self, *_: Any) -> Update:
@@ -121,7 +121,9 @@ def test_sft_that_is_resumed_after_its_last_step_has_the_results_of_it(
     class Empty(list[list[Any]]):
         note = ""
 
-    monkeypatch.setattr(sft, "load_data", lambda config: (Empty([[]]), []))
+    held_out = Empty([[]])
+    held_out.note = "1 of 2 examples is too long: filtered"
+    monkeypatch.setattr(sft, "load_data", lambda config: (Empty([[]]), held_out))
     monkeypatch.setattr(Run, "build_model", lambda self, name: Trained(self.session.groups[0], SimpleNamespace(name=name)))  # type: ignore[arg-type]
     config = config_of(tmp_path, tied_model, save_every=100, batch_size=1)
 
@@ -134,6 +136,7 @@ def test_sft_that_is_resumed_after_its_last_step_has_the_results_of_it(
     assert checkpoints(tmp_path) == [f"step-{STEPS:08d}"] and not (tmp_path / "run" / "summary.json").exists()
     group: Any = Weight(config)
     sft.train(config, Session([group]))
+    assert f"held out: {held_out.note}," in capsys.readouterr().out
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert (summary["nll"], summary["odd"], summary["step_ok"]) == (group.value, "NaN", 1.0)
 

@@ -15,6 +15,7 @@ from actors.sync.gpu_transports import StreamingTransport
 from actors.sync.push import WeightSync
 from actors.sync.report import PushClock
 from actors.sync.staged_transports import PushPlan, Staged, StagedTransport
+from actors.train.group import PinnedRanks
 from actors.wire.segment import Segment
 from rl_backend.contracts import (
     EngineDeadError,
@@ -318,3 +319,6 @@ def test_a_version_that_other_ranks_have_computed_again_has_the_same_digests(mon
     with pytest.raises(WeightCheckError, match=r"^version 4 of the weights has other values on the ranks that replaced"):
         push("the third ranks", one)
     assert pushed.methods.count("load") == loads
+    # In another layout the same weights may have other bits.
+    push(PinnedRanks(None, 4, layout=1), other)  # type: ignore[arg-type]
+    assert pushed.methods.count("load") > loads

@@ -294,7 +294,7 @@ def test_a_save_that_failed_holds_back_no_later_state(model: Path, holders: list
 
 def kept(number: int, models: Sequence[int], name: str = "forward_backward", **options: Any) -> Kept:
     header = OperationHeader(number, name)
-    return Kept(header, [b"1"], None, "changes", frozenset(models), None, (), None, answered=True, **options)  # type: ignore[arg-type]
+    return Kept(header, b"1", None, "changes", frozenset(models), None, (), None, answered=True, **options)  # type: ignore[arg-type]
 
 
 def test_what_may_concern_any_model_is_kept_until_each_has_a_boundary_after_it() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -10,7 +11,7 @@ import pytest
 import torch
 
 from actors.train.context import HandleRef
-from actors.train.passes import RankForward, Shares, TenantForward, merged, spread, token_budget
+from actors.train.passes import Pass, PassOptions, RankForward, Shares, TenantForward, merged, spread, token_budget
 from rl_backend.contracts import BatchError, Metric, PackedBatch, TokenSequence
 from rl_backend.contracts.lora import LORA_FIELD
 from rl_backend.data import MicroBatchPlan
@@ -170,3 +171,22 @@ def test_outputs_come_in_the_callers_order_and_losses_are_means_over_data_parall
     assert (b.losses, b.metrics, b.error, b.lora_id) == ((6.5,), {"m": Metric(6.0, 2.0)}, "", 0)
     assert [row.tolist() for row in a.outputs["log_probs"]] == [rows[0].tolist(), rows[3].tolist()]
     assert [row.tolist() for row in b.outputs["log_probs"]] == [rows[1].tolist(), rows[2].tolist()]
+
+
+@pytest.mark.parametrize("tenants", [(0, 0, 0), (0, 1, 1)])
+def test_a_pass_is_spread_again_over_another_layout(tenants: tuple[int, ...]) -> None:
+    """Also where fillers had joined it, and of several tenants."""
+    rows = [sequence(10 * index, 3 + index, tenant=tenant) for index, tenant in enumerate(tenants)]
+    one = replace(TWO_BY_TWO, data_parallel_ranks=(0,), source_ranks=(0,))
+    for handle in (TWO_BY_TWO, replace(TWO_BY_TWO, micro_batch_multiple=2)):
+        options = PassOptions(8, True, False, "off", {"temperature": 0.5})
+        before = Pass.over(handle, rows, options)
+        assert [before.shares.index(call) for call in before.calls] == [1, 0, 1, 0]
+        after, expected = before.on(one), Pass.over(one, rows, options)
+        (found,), (wanted,) = ([pickle.loads(share).args for share in each.shares] for each in (after, expected))
+        assert found[0] == one and ids(found[1]) == ids(wanted[1])
+        for batch, other in zip(found[1], wanted[1], strict=True):
+            assert batch.meta == other.meta and batch.meta["dp_size"] == 1
+            assert batch.token_fields["loss_mask"].equal(other.token_fields["loss_mask"])
+            assert batch.sequence_fields[LORA_FIELD].equal(other.sequence_fields[LORA_FIELD])
+        assert after.divided == expected.divided

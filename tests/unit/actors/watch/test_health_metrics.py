@@ -63,7 +63,7 @@ def told(steps: Iterable[Mapping[str, float]], signs: HealthWarnings | None = No
         (
             "one_reward",
             {"reward_std": 0.0, "equal_groups": 1.0, "zero_advantages": 1.0, "grad_norm": 0.0},
-            {"reward_std": 1e-6, "equal_groups": 0.99},
+            {"reward_std": 0.0, "equal_groups": 1.0, "zero_advantages": 0.99},
             "all responses had the same reward (0.4 in this one)",
         ),
         (
@@ -223,6 +223,8 @@ def test_a_run_prints_and_logs_warnings_and_measures_speed_and_memory(
         run_on_ranks=lambda *_: [],
         say_recoveries=lambda say: None,
         recoveries=[],
+        reshapes=[],
+        has_room=False,
     )
     model = GroupModel(group, None)  # type: ignore[arg-type]
     with Run(config, Session([group]), label="mine ") as run:

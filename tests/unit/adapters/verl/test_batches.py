@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,7 +14,7 @@ from adapters.verl import batches
 from adapters.verl.batches import BatchRoutes, cut_batch, router_replay
 from rl_backend.contracts import BatchError, UnsupportedError
 from rl_backend.runtime import RankPlace
-from tests.support.verl_batches import make_batch, rows
+from tests.support.verl_batches import GROUPS, grouped_rows, make_batch, rows
 
 ONE_RANK = RankPlace(torch.device("cpu"), 0, 1, None, True)  # type: ignore[arg-type]
 LENGTHS = [8, 3, 30, 4, 13, 13, 12, 25]
@@ -192,3 +193,77 @@ def test_a_schedule_that_takes_groups_of_micro_batches_gets_whole_groups(multipl
     cut = cut_batch(batch, place, multiple=multiple, cp_size=1)
     assert len(cut.packed) == expected
     assert sorted(cut.order) == list(range(8))
+
+
+BY_COMPUTED: dict[str, Any] = {"use_dynamic_bsz": True, "max_token_len_per_gpu": 150}
+GROUPED: dict[str, Any] = {"multiple": 1, "cp_size": 1, "by_computed": True}
+
+
+def distinct_prefixes(sequences: Sequence[torch.Tensor]) -> int:
+    """Tokens to compute where all that sequences begin alike in is computed once."""
+    return len({tuple(each[:end].tolist()) for each in sequences for end in range(1, len(each) + 1)})
+
+
+def test_groups_stay_together_and_what_they_share_counts_once() -> None:
+    found = grouped_rows()
+    batch = make_batch(found, "response", **BY_COMPUTED)
+    cut = cut_batch(batch, ONE_RANK, multiple=1, cp_size=1, by_computed=True)
+    assert len(cut.packed) == 3 and sorted(cut.order) == list(range(8))
+    assert len(cut_batch(make_batch(found, "response", **BY_COMPUTED), ONE_RANK, multiple=1, cp_size=1).packed) > 5
+    places = iter(cut.order)
+    of_groups = []
+    for index, each in enumerate(cut.packed):
+        mine = [next(places) for _ in each.seq_lens]
+        sequences = each.input_ids.split(each.seq_lens.tolist())
+        assert [ids.tolist() for ids in sequences] == [found[row]["input_ids"].tolist() for row in mine]
+        assert distinct_prefixes(sequences) <= 150
+        of_groups.append({GROUPS[row] for row in mine})
+        data = each.payload.data
+        assert each.payload.index == index and tu.get(data, "num_micro_batch") == 3
+        assert data["advantages"].values().tolist() == torch.cat([found[row]["advantages"] for row in mine]).tolist()
+    assert sorted(of_groups, key=min) == [{0}, {1}, {2}] and max(each.num_tokens for each in cut.packed) == 362
+    assert len(cut_batch(batch, ONE_RANK, multiple=2, cp_size=1, by_computed=True).packed) == 4
+
+
+def test_a_cut_that_is_not_by_tokens_alone_stays_verls() -> None:
+    for facts, order in (
+        ({"micro_batch_size_per_gpu": 2}, [2, 2, 2, 2]),
+        ({"use_dynamic_bsz": True, "max_token_len_per_gpu": 200, "force_group_size": 2}, [2, 2, 2, 2]),
+    ):
+        cut = cut_batch(make_batch(grouped_rows(), "full", **facts), ONE_RANK, multiple=1, cp_size=1, by_computed=True)
+        assert [len(each.seq_lens) for each in cut.packed] == order
+    # Nothing is alike: every sequence counts, and none is lost.
+    cut = cut_batch(make_batch(rows(), "full", **{**BY_COMPUTED, "max_token_len_per_gpu": 38}), ONE_RANK, **GROUPED)
+    assert sorted(cut.order) == list(range(8)) and all(each.num_tokens <= 38 for each in cut.packed)
+
+
+def test_tokens_with_other_routes_count_as_others() -> None:
+    found = grouped_rows()
+    ones = [torch.ones(len(row["input_ids"]), 2, 1, dtype=torch.uint8) for row in found]
+    alike, differing = jagged(ones), jagged([number * each for number, each in enumerate(ones)])
+    for routes, expected in ((alike, 3), (differing, 7)):
+        batch = make_batch(found, "response", **BY_COMPUTED)
+        batch["routed_experts"] = routes
+        cut = cut_batch(batch, ONE_RANK, **GROUPED, routes=BatchRoutes("R2", 2))
+        assert len(cut.packed) == expected
+
+
+@pytest.mark.parametrize(("of_others", "expected"), [([3], 3), ([4], 4), ([5, 8], 8), ([0], 7)])
+def test_every_rank_cuts_as_many_micro_batches_of_groups_and_as_verl_where_one_cannot(
+    monkeypatch: pytest.MonkeyPatch, of_others: list[int], expected: int
+) -> None:
+    answers = iter(of_others)
+
+    def all_reduce(facts: torch.Tensor, op: str = "sum", group: Any = None) -> None:
+        assert group == "dp"
+        if op == "max":
+            other = next(answers, int(facts[0]))
+            facts.copy_(torch.maximum(facts, torch.tensor([other, -other])))
+
+    monkeypatch.setattr(batches, "dist", SimpleNamespace(all_reduce=all_reduce, ReduceOp=SimpleNamespace(MAX="max")))
+    place = RankPlace(torch.device("cpu"), 1, 2, "dp", True)  # type: ignore[arg-type]
+    monkeypatch.setattr(
+        batches, "prepare_micro_batches", lambda data, dp_group, **options: ([data] * 7, [[*range(len(data))]])
+    )
+    cut = cut_batch(make_batch(grouped_rows(), "response", **BY_COMPUTED), place, **GROUPED)
+    assert len(cut.packed) == expected and next(answers, None) is None

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from adapters.verl.batches import MicroBatch, MicroBatches, MicroBatchLoss, as_verl_output, jagged_outputs
 from adapters.verl.engine_model import delta_entry, shards_with_specs
-from rl_backend.contracts import ForwardResult, ModelOutput, PackedBatch, WeightShard
+from rl_backend.contracts import ForwardResult, Metric, ModelOutput, PackedBatch, WeightShard
 
 
 def packed(lengths: list[int], index: int = 0, **fields: Tensor) -> PackedBatch:
@@ -59,7 +59,11 @@ def test_rows_are_those_of_verls_batch_and_metrics_those_of_its_micro_batches() 
     order = [2, 0, 3, 1]
     sequences = [torch.full((row + 1,), float(row)) for row in order]
     routes = [torch.full((row + 1, 3, 2), row) for row in order]
-    result = ForwardResult(losses=(0.5, 0.25), outputs={"log_probs": sequences, "routed_experts": routes})
+    result = ForwardResult(
+        losses=(0.5, 0.25),
+        metrics={"tokens_computed": Metric(3, 12)},
+        outputs={"log_probs": sequences, "routed_experts": routes},
+    )
     masks = torch.tensor([True, False, True]), torch.tensor([True])
     batch = MicroBatches([packed([3], 0, routed_experts_mask=masks[0]), packed([1], 1, routed_experts_mask=masks[1])], order)
     loss: Any = SimpleNamespace(metrics={1: {"a": 10, "b": 30}, 0: {"a": 1}})
@@ -67,7 +71,9 @@ def test_rows_are_those_of_verls_batch_and_metrics_those_of_its_micro_batches() 
     assert [row.tolist() for row in found["model_output"]["log_probs"].unbind()] == [[0], [1, 1], [2, 2, 2], [3, 3, 3, 3]]
     assert [row.shape for row in found["model_output"]["routed_experts"].unbind()] == [(row + 1, 3, 2) for row in range(4)]
     assert found["loss"] == [0.5, 0.25]
-    assert found["metrics"] == {"a": [1, 10], "b": [30], "router_replay/replayed_fraction": [0.75]}
+    fractions = {"router_replay/replayed_fraction": [0.75], "shared_prefixes/computed_fraction": [0.25]}
+    assert found["metrics"] == {"a": [1, 10], "b": [30], **fractions}
+    assert as_verl_output(result, batch, None)["metrics"] == {}
 
 
 def test_without_a_loss_there_are_outputs_alone() -> None:

@@ -98,6 +98,7 @@ def made(kind: Any = LanguageModelEngine, weights: Path | None = None, *, is_sou
         "optimizer_offload": False,
         "forward_only": False,
         "router_replay": "disabled",
+        "use_prefix_grouper": False,
         "lora": "lora",
         "runtime": SimpleNamespace(backend_cfg=SimpleNamespace(parallel=SimpleNamespace(cp=1))),
     }

@@ -156,7 +156,8 @@ def test_an_episode_that_came_back_to_an_earlier_history_is_refused_where_the_or
         ),
         turns=[turn(2), turn(3, 4), turn(5)],
     )
-    assert len(with_advantages(episode_sequences([back, OTHER]), [1.0, 0.0], "grpo", 2)) == 3
+    for advantage in ("grpo", "reinforce_plus_plus_baseline"):
+        assert len(with_advantages(episode_sequences([back, OTHER]), [1.0, 0.0], advantage, 2)) == 3
     with pytest.raises(BatchError, match="episode 1 came back to a history that it had left"):
         with_advantages(episode_sequences([OTHER, back]), [1.0, 0.0], "reinforce_plus_plus", 2)
 

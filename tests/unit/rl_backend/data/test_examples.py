@@ -213,17 +213,18 @@ def test_examples_are_kept_by_their_lengths() -> None:
     kept = Examples(rows, make, "filter", see=lambda example, where: seen.append((example, where)))
     assert list(kept) == ["e0", "e3"] and len(kept) == 2 and kept[-1] == "e3" and kept[:1] == ["e0"]
     assert seen == [("e0", "here, row 1"), ("e3", "here, row 4")]
-    assert kept.note == "2 of 4 prompts have more tokens than o0=5: filtered"
+    assert kept.note == "1 of 4 prompts has more tokens than o1=7; 1 of 4 prompts has more tokens than o0=5: filtered"
     cut = Examples(rows, make, "cut", "example")
-    assert list(cut) == ["e0", "e1", "e2", "e3"] and cut.note == "2 of 4 examples have more tokens than o0=5: cut"
+    assert list(cut) == ["e0", "e1", "e2", "e3"] and cut.note.endswith("; 1 of 4 examples has more tokens than o0=5: cut")
     assert cut[1:3] == ["e1", "e2"]
     with pytest.raises(IndexError):
         kept[2]
     with pytest.raises(BatchError) as refused:
-        Examples(rows, make, "refuse")
+        Examples(rows, lengths_of((6, 7), (1, 8), (9, 9), (2,)), "refuse")
     assert str(refused.value) == (
-        "here: 2 of 4 prompts have more tokens than o0=5 (the first is here, row 2 with 8, the longest has 9); do 0, or set "
-        "too_long to filter or cut"
+        "here: 2 of 4 prompts have more tokens than o0=5 (the first is here, row 1 with 6, the longest has 9); do 0; 1 of 4 "
+        "prompts has more tokens than o1=7 (the first is here, row 2 with 8, the longest has 8); do 1, or set too_long to "
+        "filter or cut"
     )
     with pytest.raises(
         BatchError, match=r"1 of 1 prompts has more tokens than o1=7 \(.* with 8, the longest has 8\); do 1$"

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from rl_backend.contracts import BatchError, EpisodeEndError, EpisodeFailedError
+from rl_backend.contracts import EpisodeEndError, EpisodeFailedError
 from rl_backend.data.rewards.worker_pool import TimeLimitError
 from rl_backend.environment import Episode, Limits, Result, Sampler
 from rl_backend.environment.groups import Group, GroupTask, PlayOptions, play_groups
@@ -81,9 +81,14 @@ def test_a_score_is_of_those_that_did_not_fail_each_its_own() -> None:
     seen.clear()
     play({1: "raise", 2: "raise", 3: "raise"}, on_failure="zero", score=score)
     assert seen == [], "there is nothing to score"
-    for wrong, error in (([1.0] * 4, EpisodeFailedError), ([1.0, "x", 1.0], BatchError)):
-        with pytest.raises(error, match=r"score returned 4 rewards for 3 episodes; expected one|returned 'x'"):
-            play({}, score=lambda episodes, wrong=wrong: wrong)
+    for score, problem in (
+        (lambda _: [1.0] * 4, "score returned 4 rewards for 3 episodes; expected one"),
+        (lambda _: [1.0, "x", 1.0], "score returned 'x'; expected a real number"),
+        (lambda episodes: [episodes[0].metrics["won"]], r"score raised KeyError: 'won' \(.*test_groups\.py:\d+\)"),
+        (lambda _: None, "score raised TypeError: 'NoneType' object is not iterable"),
+    ):
+        with pytest.raises(EpisodeFailedError, match=f"^{problem}"):
+            play({}, score=score)
 
 
 def test_each_group_has_its_own_task_and_all_are_told_of() -> None:

@@ -158,10 +158,11 @@ def test_context_parallelism_is_told_apart_from_tensor_parallelism() -> None:
     assert attention.attend.keywords == {"group": groups.cp_group}  # type: ignore[attr-defined]
     latent: Any = MLASpec(query_rank=6, **LATENT).build(8, NormSpec(1e-6))
     latent.split(groups)
-    assert (latent._cp_group, latent._tp_group) == (groups.cp_group, None)
+    assert (latent._cp_group, latent._tensor) == (groups.cp_group, None)
     both = groups_of(tp=2, cp=2)
     latent.split(both)
-    assert (latent._cp_group, latent._tp_group) == (both.cp_group, both.tp_group)
+    assert latent._cp_group == both.cp_group
+    assert isinstance(latent._tensor, Told)
 
 
 @pytest.mark.parametrize(

@@ -77,7 +77,7 @@ def test_the_flash_kernel_is_given_what_it_takes(
     monkeypatch.setattr(attention, "varlen_attn", kernel)
     monkeypatch.setattr(attention, "_VARLEN_HAS_GQA", has_groups)
     qkv = draw(heads, kv_heads, key_dim, value_dim)
-    found = attention._varlen(*qkv, segments_of(LENGTHS), window)
+    found = attention.varlen_attention(*qkv, segments_of(LENGTHS), window)
     torch.testing.assert_close(found, masked_softmax(*qkv, *LENGTHS, window))
     assert found.shape[-1] == value_dim
     assert ("enable_gqa" in given[0]) is (has_groups and heads != kv_heads) and ("scale" in given[0]) is (

@@ -281,7 +281,7 @@ def test_what_a_tenants_loss_returns_wrong_is_its_own_failure(returned: Any, for
 def test_a_tenant_without_a_loss_in_a_forward_only_pass_has_metrics_alone() -> None:
     without = LossOfTenants(passing(tenant(4, "a"), trains=False, losses={"a": lambda *_: (None, {"n": 2})}))
     assert float(without(ModelOutput(log_probs=torch.zeros(2)), batch([4], [2]))[0]) == 0.0  # type: ignore[arg-type]
-    assert without.results == {4: [(0.0, {"n": 2})]} and not without.failures
+    assert without.results == {4: [(None, {"n": 2})]} and not without.failures
 
 
 def test_failures_are_those_of_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -307,7 +307,7 @@ def test_each_tenant_is_told_its_own_losses_metrics_and_outputs() -> None:
     outputs = {name: [torch.tensor([float(n)]) for n in range(5)] for name in ("log_probs", "entropy", "values", "routes")}
     metrics = {"4/kl": Metric(1.0, 2.0), "44/kl": Metric(3.0, 4.0), "44/a/b": Metric(5.0, 6.0)}
     result = ForwardResult((9.0, 8.0), metrics, outputs)
-    loss = LossOfTenants(tenants, {4: [(1.5, {}), (2.5, {})], 44: [(0.5, {})]})
+    loss = LossOfTenants(tenants, {4: [(torch.tensor(1.5), {}), (torch.tensor(2.5), {})], 44: [(torch.tensor(0.5), {})]})
     found = results_of_tenants(loss, tenants, data, result)
     assert list(found) == ["a", "v"]
     assert {name: [value.item() for value in values] for name, values in found["a"].outputs.items()} == {

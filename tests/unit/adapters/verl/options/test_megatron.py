@@ -222,6 +222,31 @@ def test_shards_of_parameters_are_refused_on_the_bridge_and_honoured_on_native(d
         settings(changed(actor, engine__backend="bridge"))
 
 
+GROUPER, MEGATRON = "use_prefix_grouper=True", "actor_rollout_ref.actor.megatron"
+
+
+def test_the_prefix_grouper_of_a_role_shares_prefixes_and_is_refused_on_the_bridge(dense: Path) -> None:
+    actor = role_configs("actor", dense, f"actor_rollout_ref.actor.{GROUPER}")
+    found = settings(actor)
+    assert isinstance(found.runtime.backend_cfg, NativeConfig) and found.runtime.backend_cfg.share_prefixes == "auto"
+    assert found.use_prefix_grouper and not settings(role_configs("actor", dense)).use_prefix_grouper
+    assert not settings(role_configs("ref", dense, f"actor_rollout_ref.actor.{GROUPER}")).use_prefix_grouper
+    for role, line in (
+        ("ref", "+actor_rollout_ref.ref"),
+        ("ref", "+actor_rollout_ref.ref.megatron"),
+        ("critic", "+critic.megatron"),
+    ):
+        assert settings(role_configs(role, dense, f"{line}.{GROUPER}")).use_prefix_grouper
+    with pytest.raises(ConfigError, match="'share_prefixes' is decided by use_prefix_grouper; remove it"):
+        settings(changed(actor, engine__backend_options__share_prefixes="off"))
+    problem = r"use_prefix_grouper=True: backend=bridge computes every sequence by itself; set backend=native"
+    with pytest.raises(ConfigError, match=problem):
+        settings(changed(actor, engine__backend="bridge"))
+    # Where verl reads its command line, before it starts a worker.
+    with pytest.raises(Exception, match=problem):
+        role_configs("actor", dense, f"actor_rollout_ref.actor.{GROUPER}", f"+{MEGATRON}.backend=bridge")
+
+
 def test_first_weights_come_from_the_distributed_checkpoint(dense: Path, experts: Path) -> None:
     actor = role_configs("actor", dense)
     path = "engine__dist_checkpointing_path"

@@ -1,0 +1,57 @@
+"""Faults in compiled layers."""
+
+from tests.mutations.fault import Fault
+
+_OPERATOR = "test_the_operator_has_the_bits_of_the_function_forward_and_backward"
+_LAYOUTS = "test_compiled_layers_train_as_others_do"
+
+FAULTS = [
+    Fault(
+        "operator-reads-the-gradient-in-the-order-of-the-batch",
+        "rl_backend.primitive.attention_operator:_blocked_backward",
+        "grad, query, out = (order.queries.sort(x) for x in (grad, query, out))",
+        "query, out = (order.queries.sort(x) for x in (query, out))",
+        (f"{_OPERATOR}[sequences-False]",),
+        "sequences of other lengths would get each other's gradients",
+    ),
+    Fault(
+        "operator-leaves-gradients-of-shared-rows-where-they-were-taken",
+        "rl_backend.primitive.attention_operator:_blocked_backward",
+        "x.new_zeros(num_rows, *x.shape[1:]).index_add_(0, rows, x)",
+        "x.new_zeros(num_rows, *x.shape[1:]).index_copy_(0, rows, x)",
+        (f"{_OPERATOR}[tree-False]",),
+        "a prompt would be trained by one of its answers alone",
+    ),
+    Fault(
+        "lengths-of-rows-known-to-compiled-code",
+        "rl_backend.model.compiled:_run",
+        "torch._dynamo.mark_dynamic(tensor, tensor.dim() - 1 if tensor.dtype == torch.int64 else 0)",
+        "pass",
+        ("test_all_layers_and_lengths_have_one_graph_for_training_and_one_for_outputs",),
+        "layers would be compiled again",
+    ),
+    Fault(
+        "compiled-gather-does-not-add-gradients-up",
+        "rl_backend.parallel.collectives:RankOperators.all_gather",
+        '"gather" if sum_gradients else "gather same"',
+        '"gather same"',
+        (f"{_LAYOUTS}[tp2]",),
+        "what other ranks computed would have no gradient",
+    ),
+    Fault(
+        "tenants-over-compiled-layers",
+        "rl_backend.runtime.native.build:build_handle",
+        "if adaptable and native.compile:",
+        "if False:",
+        ("test_a_model_for_tenants_or_without_a_part_that_compiles_and_a_machine_without_a_compiler_are_refused",),
+        "adapters would be left out of compiled layers",
+    ),
+    Fault(
+        "a-read-for-each-loss-of-a-tenant",
+        "rl_backend.runtime.tenants.passes:LossOfTenants.__call__",
+        "None if loss is None else loss.detach()",
+        "None if loss is None else torch.tensor(float(loss.detach()))",
+        ("test_a_micro_batch_stays_within_its_budget_however_many_sequences_it_has[tenants]",),
+        "the host would wait for the device after the forward pass of every micro-batch",
+    ),
+]
