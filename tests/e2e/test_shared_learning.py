@@ -17,8 +17,6 @@ from tests.support import short_runs
 
 pytestmark = pytest.mark.long
 
-SHARES = "train.backend_cfg.share_prefixes"
-
 
 @pytest.fixture(autouse=True)
 def _of_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -28,7 +26,7 @@ def _of_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def require_shared(run_dir: Path, at_most: float) -> None:
     lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    computed = [line["tokens_computed"] / line.get("tokens_trained", 1.0) for line in lines if "grad_norm" in line]
+    computed = [line["tokens_computed"] / line["tokens_trained"] for line in lines if "grad_norm" in line]
     assert computed and max(computed) < at_most
 
 
@@ -37,7 +35,7 @@ def require_shared(run_dir: Path, at_most: float) -> None:
 def test_the_demo_learns_with_shared_prompts(
     task: Path, warm_model: Path, tmp_path: Path, algorithm: Algorithm, steps: int
 ) -> None:
-    config = DemoConfig(algorithm=algorithm, steps=steps, plugins=(short_runs.__name__,), **{SHARES: "auto"})
+    config = DemoConfig(algorithm=algorithm, steps=steps, plugins=(short_runs.__name__,))
     result = reinforce(config, task, warm_model, tmp_path)
     assert result.held_out_reward_before is not None and result.held_out_reward_after is not None
     assert 0.2 <= result.held_out_reward_before <= 0.6
@@ -51,8 +49,9 @@ def test_the_demo_learns_with_shared_prompts(
 def test_episodes_with_a_calculator_learn_with_a_shared_past(tmp_path: Path, ray_cluster: None) -> None:
     folder = write_task(tmp_path / "calculator", "calculator")
     environments.imitate(folder / "model", folder / "demonstrations.jsonl", folder / "warm", 1500)
-    more = ("--plugins", short_runs.__name__, f"--{SHARES}", "auto")
-    given = environments.options("calculator", tmp_path, "run", ("--steps", "16", "--lr", "3e-4", *more))
+    given = environments.options(
+        "calculator", tmp_path, "run", ("--steps", "16", "--lr", "3e-4", "--plugins", short_runs.__name__)
+    )
     result = episodes.train(parse_config(episodes.EpisodesConfig, "", given))
     assert result.held_out_reward_before is not None and result.held_out_reward_after is not None
     assert result.held_out_reward_after >= result.held_out_reward_before + 0.15
