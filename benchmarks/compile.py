@@ -21,7 +21,8 @@ import torch
 from benchmarks.report import machine, medians, read_result, require_sleeping_threads, write_result
 from benchmarks.train_speed import MODEL, Lengths, runtime_step, timed
 
-SIZES = {**MODEL, "vocab_size": 8192, "num_hidden_layers": 4, "attention_dropout": 0.0}
+VOCAB_SIZE = 8192
+SIZES = {**MODEL, "vocab_size": VOCAB_SIZE, "num_hidden_layers": 4, "attention_dropout": 0.0}
 _EXPERTS = {"num_experts_per_tok": 4, "moe_intermediate_size": 384}
 FAMILIES: Mapping[str, Mapping[str, Any]] = {
     "llama": {},
@@ -86,7 +87,7 @@ def measure_family(family: str, runs: int) -> dict[str, Any]:
 def _measure(lengths: Lengths, steps: Mapping[str, Any], runs: int) -> dict[str, Any]:
     tokens = sum(map(sum, lengths))
     losses: dict[str, list[float]] = {name: [] for name in steps}
-    measure = {name: timed(step, lengths, losses[name], SIZES["vocab_size"]) for name, step in steps.items()}
+    measure = {name: timed(step, lengths, losses[name], VOCAB_SIZE) for name, step in steps.items()}
     first = {name: tokens / each() for name, each in measure.items()}
     values: dict[str, list[float]] = {name: [] for name in steps}
     for index in range(runs):

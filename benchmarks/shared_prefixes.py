@@ -1,107 +1,242 @@
-"""Forward and backward passes of groups of answers to one prompt, with the prompt computed once and for every answer.
+"""Steps on sequences that begin alike, with these tokens computed once and for every sequence. Prompts are not trained.
 
-The model is that of ``train_speed``. Prompts are not trained, as in RL. Beside each ratio is the gain that is possible:
-floating-point operations without over with sharing, of layers by rows, of scores by pairs of tokens, of the head by answers.
-``python -m benchmarks.shared_prefixes`` writes ``results/shared_prefixes.json``.
+``dense`` is the model of ``train_speed``, ``deltanet`` one of its size of which three layers in four have gated DeltaNet.
+``512x512x16`` are 16 answers of 512 tokens to a prompt of 512; ``tree`` are episodes that branch twice. Beside each ratio
+stands the one that is possible: floating-point operations without over with, as ``rl-backend plan`` counts them: layers by
+rows, scores by pairs of tokens, the head by the log-probs that are wanted. ``nothing`` is the time that is spent looking for
+beginnings in sequences that have none in common; ``shortest`` says from which length on sharing gains.
+Each row is a process of its own, in the environment of a rank, and kept at once: about twelve minutes together.
+
+    python -m benchmarks.shared_prefixes                          all rows, into results/shared_prefixes.json
+    python -m benchmarks.shared_prefixes --only "dense tree"      some, beside those that the file has
 """
 
 from __future__ import annotations
 
 import argparse
+import json
+import os
+import subprocess
+import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from statistics import median
+from typing import Any
 
 import torch
+from torch import Tensor
 
-from benchmarks.report import interleave, machine, medians, write_result
-from benchmarks.train_speed import MODEL, make_model, next_token_loss
-from rl_backend.contracts import TARGET_IDS, PackedBatch, RuntimeConfig
+from actors.cluster.placement import memory_environment, thread_environment
+from benchmarks.report import machine, read_result, update_result
+from benchmarks.train_speed import LEARNING_RATE, MODEL, make_model, next_token_loss
+from rl_backend.contracts import TARGET_IDS, NativeConfig, OptimizerConfig, PackedBatch, RuntimeConfig
+from rl_backend.data import plan_shared, prefixes
+from rl_backend.lab.plan.native import measure_stage
+from rl_backend.parallel.groups import fake_rank
 from rl_backend.runtime import create_runtime
+from rl_backend.runtime.native.build import build_module
+from rl_backend.runtime.native.layout import describe_model
+from tests.support.libraries import smollm2
+from tests.support.memory import peak_memory, reset_peak_memory
+
+GROUPS = ("256x64x8", "512x512x16", "1024x128x16", "2048x256x8")
+ROWS = (
+    *(f"dense {work}" for work in (*GROUPS, "tree")),
+    *(f"deltanet {work}" for work in (*GROUPS, "tree")),
+    "smollm2 256x64x8",
+    "dense nothing",
+    "dense shortest",
+)
+TREE = (256, 3, 128, 3, 128)
+"""Tokens of the beginning; branches, and tokens of each; those of each of these, and their tokens."""
+SHORTEST = (8, 16, 32, 64)
+MOST_ROUNDS = 5
+RESULT = "shared_prefixes"
 
 
-class Group(NamedTuple):
-    prompt: int  # tokens
-    answer: int  # tokens of each
-    answers: int
+def make_deltanet(directory: Path, **changes: Any) -> Path:
+    from transformers import AutoConfig, AutoModelForCausalLM
 
-    @classmethod
-    def parse(cls, text: str) -> Group:
-        return cls(*map(int, text.split("x")))
+    fields: dict[str, Any] = {f"linear_{name}": 8 for name in ("num_key_heads", "num_value_heads")}
+    fields |= {f"linear_{name}": 64 for name in ("key_head_dim", "value_head_dim")}
+    rotary = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.25}
+    fields |= {"bos_token_id": None, "eos_token_id": 1, "pad_token_id": None}
+    torch.manual_seed(0)
+    config = AutoConfig.for_model("qwen3_5_text", **{**MODEL, **fields, "rope_parameters": rotary, **changes})
+    AutoModelForCausalLM.from_config(config).to(torch.float32).save_pretrained(directory)
+    return directory
 
 
-GROUPS = (Group(256, 64, 8), Group(512, 128, 8), Group(512, 512, 16), Group(1024, 128, 16))
+MODELS: Mapping[str, Callable[..., Path]] = {
+    "dense": make_model,
+    "deltanet": make_deltanet,
+    "smollm2": lambda directory, **_: smollm2(),
+}
 
 
-def batch_of(group: Group) -> PackedBatch:
+def drawn(generator: torch.Generator, length: int) -> Tensor:
+    return torch.randint(1, MODEL["vocab_size"], (length,), generator=generator)
+
+
+def sequences_of(work: str, divisor: int) -> tuple[list[Tensor], int]:
+    """The sequences, and how many tokens of each are its prompt."""
     generator = torch.Generator().manual_seed(0)
-    vocab = MODEL["vocab_size"]
-    prompt = torch.randint(1, vocab, (group.prompt,), generator=generator)
-    rows, targets = [], []
-    for _ in range(group.answers):
-        answer = torch.randint(1, vocab, (group.answer,), generator=generator)
-        rows.append(torch.cat((prompt, answer)))
-        # As rl_backend.algorithm.sequences asks for them.
-        targets.append(torch.cat((torch.full((group.prompt - 1,), -100), answer, torch.tensor([-100]))))
-    lengths = torch.tensor([len(row) for row in rows])
-    meta = {"batch_num_tokens": group.answer * group.answers}
-    return PackedBatch(torch.cat(rows), lengths, {TARGET_IDS: torch.cat(targets)}, meta=meta)
+    if work == "nothing":
+        return [drawn(generator, 512 // divisor) for _ in range(8)], 1
+    if work == "tree":
+        prompt, branches, middle, leaves, end = TREE
+        root, found = drawn(generator, prompt // divisor), []
+        for _ in range(branches):
+            past = torch.cat((root, drawn(generator, middle // divisor)))
+            found += [torch.cat((past, drawn(generator, end // divisor))) for _ in range(leaves)]
+        return found, len(root)
+    prompt, answer, answers = map(int, work.split("x"))
+    root = drawn(generator, prompt // divisor)
+    return [torch.cat((root, drawn(generator, answer // divisor))) for _ in range(answers)], len(root)
 
 
-def flops(group: Group, *, shared: bool) -> float:
-    hidden, width = MODEL["hidden_size"], MODEL["head_dim"]
-    heads, kv_heads = MODEL["num_attention_heads"], MODEL["num_key_value_heads"]
-    weights = 2 * hidden * width * (heads + kv_heads) + 3 * hidden * MODEL["intermediate_size"]
-    prompts = 1 if shared else group.answers
-    rows = prompts * group.prompt + group.answers * group.answer
-    pairs = prompts * group.prompt**2 / 2 + group.answers * group.answer * (group.prompt + group.answer / 2)
-    layers = MODEL["num_hidden_layers"] * (2 * rows * weights + 4 * pairs * heads * width)
-    return layers + 2 * group.answers * group.answer * hidden * MODEL["vocab_size"]
+def batch_of(sequences: Sequence[Tensor], prompt: int) -> PackedBatch:
+    """Targets as :mod:`rl_backend.algorithm.sequences` asks for them."""
+    targets = [torch.cat((ids.new_full((prompt - 1,), -100), ids[prompt:], ids.new_tensor([-100]))) for ids in sequences]
+    meta = {"batch_num_tokens": sum(len(ids) - prompt for ids in sequences)}
+    lengths = torch.tensor([*map(len, sequences)])
+    return PackedBatch(torch.cat(list(sequences)), lengths, {TARGET_IDS: torch.cat(targets)}, meta=meta)
 
 
-def passes(model_dir: Path, share: str) -> Callable[[PackedBatch], float]:
-    """Seconds of a forward and a backward pass."""
-    options = {"device": "cpu", "share_prefixes": share}
+def operations(model_dir: Path, batch: PackedBatch, *, shares: bool) -> int:
+    """Of a forward and a backward pass."""
+    native = NativeConfig(device="cpu")
+    model = describe_model(model_dir, native, "log_probs")
+    with fake_rank(native.parallel, 0, 1) as groups:
+        module = build_module(model.family, model.architecture, model.settings, groups, native, forward_only=False)
+        return measure_stage(module, batch, groups, None, splits_backward=False, shares_prefixes=shares).flops
+
+
+type Step = Callable[[PackedBatch], tuple[float, float, float]]
+
+
+def step_of(model_dir: Path, share: str) -> Step:
+    """Seconds of forward and backward pass, seconds of the whole step, and its loss."""
+    options = {"device": "cpu", "share_prefixes": share, "optimizer": OptimizerConfig(lr=LEARNING_RATE)}
     runtime = create_runtime(RuntimeConfig(hf_path=str(model_dir), backend_cfg=options, max_tokens_per_micro_batch=2**16))
     handle = runtime.build_model()
 
-    def measure(batch: PackedBatch) -> float:
-        runtime.zero_grad(handle)
+    def step(batch: PackedBatch) -> tuple[float, float, float]:
         start = time.perf_counter()
+        runtime.zero_grad(handle)
         with runtime.train_mode(handle):
-            losses.append(runtime.forward_backward(handle, [batch], next_token_loss).loss)
-        return time.perf_counter() - start
+            loss = runtime.forward_backward(handle, [batch], next_token_loss).loss
+        passed = time.perf_counter()
+        runtime.optimizer_step(handle)
+        return passed - start, time.perf_counter() - start, loss
 
-    losses: list[float] = []
-    return measure
+    step(batch_of(sequences_of("32x32x2", 1)[0], 32))
+    return step
+
+
+def measure(row: str, *, seconds: float, divisor: int) -> dict[str, Any]:
+    """A row in this process: as many rounds as ``seconds`` allow, one at least; lengths are divided by ``divisor``."""
+    torch.set_num_threads(len(os.sched_getaffinity(0)))
+    kind, work = row.split()
+    with tempfile.TemporaryDirectory() as directory:
+        model_dir = MODELS[kind](Path(directory), max_position_embeddings=4096)
+        if work == "shortest":
+            prefixes.SHORTEST_RUN = 1
+            return _gains_of_lengths(model_dir, divisor)
+        sequences, prompt = sequences_of(work, divisor)
+        if work == "nothing":
+            return _search(model_dir, sequences)
+        batch = batch_of(sequences, prompt)
+        possible = operations(model_dir, batch, shares=False) / operations(model_dir, batch, shares=True)
+        steps = {share: step_of(model_dir, share) for share in ("auto", "off")}
+        return {**_compare(steps, batch, seconds), "possible": possible, "computed": prefixes.grow(sequences).num_rows}
+
+
+def _compare(steps: Mapping[str, Step], batch: PackedBatch, seconds: float) -> dict[str, Any]:
+    passes: dict[str, list[float]] = {share: [] for share in steps}
+    whole: dict[str, list[float]] = {share: [] for share in steps}
+    peaks, before, losses = dict[str, float](), reset_peak_memory(), list[float]()
+    while len(passes["off"]) < MOST_ROUNDS and (not losses or sum(map(sum, whole.values())) < seconds):
+        # What shares takes less memory, and the process keeps what it has taken: it comes first.
+        for share, step in steps.items():
+            of_passes, of_step, loss = step(batch)
+            passes[share].append(of_passes)
+            whole[share].append(of_step)
+            losses.append(loss)
+            peaks.setdefault(share, (peak_memory() - before) / 2**30)
+        if abs(losses[-1] - losses[-2]) > 1e-3 * abs(losses[-1]):
+            raise RuntimeError(f"losses differ: {losses}")
+    return {
+        "tokens": batch.num_tokens,
+        "seconds": passes,
+        "step_seconds": whole,
+        "peak_gib": peaks,
+        "off_over_auto": median(passes["off"]) / median(passes["auto"]),
+        "step_off_over_auto": median(whole["off"]) / median(whole["auto"]),
+        "memory_off_over_auto": peaks["off"] / peaks["auto"],
+    }
+
+
+def _search(model_dir: Path, sequences: Sequence[Tensor]) -> dict[str, Any]:
+    """Looking for shared beginnings: in all sequences for the plan, then in a micro-batch for each of two passes."""
+    batch, found = batch_of(sequences, 1), list[float]()
+    for _ in range(20):
+        start = time.perf_counter()
+        assert plan_shared(sequences, 1, 2**16) is None
+        for _ in range(2):
+            assert prefixes.shared_prefixes(batch, replays=False) is None
+        found.append(time.perf_counter() - start)
+    _, step, _ = step_of(model_dir, "auto")(batch)
+    return {"tokens": batch.num_tokens, "search_seconds": median(found), "step_seconds": step, "share": median(found) / step}
+
+
+def _gains_of_lengths(model_dir: Path, divisor: int) -> dict[str, Any]:
+    """Eight pairs of sequences that share so many tokens, and have 64 of their own."""
+    steps = {share: step_of(model_dir, share) for share in ("auto", "off")}
+    gains: dict[str, Any] = {}
+    for length in SHORTEST:
+        generator = torch.Generator().manual_seed(length)
+        pairs = [(drawn(generator, length),) * 2 for _ in range(8 // min(divisor, 4))]
+        sequences = [torch.cat((root, drawn(generator, 64))) for pair in pairs for root in pair]
+        gains[str(length)] = _compare(steps, batch_of(sequences, length), seconds=8.0)["off_over_auto"]
+    return {"off_over_auto_by_length": gains}
+
+
+def in_a_process(row: str, arguments: argparse.Namespace) -> dict[str, Any]:
+    """A row in the environment of a rank."""
+    options = ("--seconds", str(arguments.seconds), "--divisor", str(arguments.divisor))
+    command = (sys.executable, "-m", "benchmarks.shared_prefixes", "--row", row, *options)
+    environment = {**os.environ, **thread_environment(), **memory_environment()}
+    output = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
+    found: dict[str, Any] = json.loads(output.stdout.splitlines()[-1])
+    if "possible" in found:
+        found["reached"] = found["off_over_auto"] / found["possible"]
+    return found
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--runs", type=int, default=5, help="timed passes of each")
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--groups", type=Group.parse, nargs="+", default=GROUPS, metavar="PxRxN")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="+", choices=ROWS, default=ROWS, metavar="ROW", help=", ".join(ROWS))
+    parser.add_argument("--go-on", action="store_true", help="leave out what the file has")
+    parser.add_argument(
+        "--seconds", type=float, default=20.0, help="for the rounds of a row, of which there is one at least"
+    )
+    parser.add_argument("--divisor", type=int, default=1, help="of all lengths, to try the script; writes nothing")
+    parser.add_argument("--row", choices=ROWS, help="one row, in this process, whatever environment it has")
     arguments = parser.parse_args()
-    torch.set_num_threads(arguments.threads)
-    facts, results = machine(), dict[str, Any]()
-    with tempfile.TemporaryDirectory() as directory:
-        longest = max(group.prompt + group.answer for group in arguments.groups)
-        model_dir = make_model(Path(directory), max_position_embeddings=longest)
-        measures = {share: passes(model_dir, share) for share in ("off", "auto")}
-        for group in arguments.groups:
-            batch = batch_of(group)
-            calls = {share: lambda measure=measure, batch=batch: measure(batch) for share, measure in measures.items()}
-            interleave(1, calls)
-            seconds = interleave(arguments.runs, calls)
-            middle = medians(seconds)
-            possible = flops(group, shared=False) / flops(group, shared=True)
-            gain = middle["off"] / middle["auto"]
-            name = "x".join(map(str, group))
-            results[name] = {"seconds": seconds, "off_over_auto": gain, "possible": possible, "reached": gain / possible}
-            print(f"{name}: {middle['off']:.2f} s, shared {middle['auto']:.2f} s, {gain:.2f}x of {possible:.2f}x possible")
-    print(f"wrote {write_result('shared_prefixes', {'groups': results, 'model': MODEL, 'machine': facts})}")
+    if arguments.row is not None:
+        print(json.dumps(measure(arguments.row, seconds=arguments.seconds, divisor=arguments.divisor)))
+        return
+    known = read_result(RESULT).get("rows", {}) if arguments.go_on else {}
+    for row in (row for row in arguments.only if row not in known):
+        started = time.perf_counter()
+        found = {**in_a_process(row, arguments), "load": os.getloadavg()[0]}
+        print(f"{row} ({time.perf_counter() - started:.0f} s): {json.dumps(found)}", flush=True)
+        if arguments.divisor == 1:
+            rows = {**read_result(RESULT).get("rows", {}), row: found}
+            update_result(RESULT, {"rows": rows, "model": MODEL, "tree": TREE, "machine": machine()})
 
 
 if __name__ == "__main__":

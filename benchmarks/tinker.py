@@ -25,13 +25,23 @@ from typing import Any
 import psutil
 
 from benchmarks.report import machine, read_result, update_result
+from benchmarks.tinker_chaos import run_chaos, summary
 from benchmarks.tinker_task import NAME, write_names
-from tests.support.libraries import FOLDER, ROOT, cookbook
-from tests.support.serve_process import serve_command, serving
+from tests.support.libraries import FOLDER, ROOT, cookbook, smollm2
+from tests.support.serve_fuzzer import fuzz as send
+from tests.support.serve_process import Served, serve_command, serving
+from tests.support.serve_wire import Wire
 from tests.support.tinker_clients import KEY, Client, Trained, service, train, train_together
 
 _LEARNING_RATE = 1e-3
-RECIPES: Mapping[str, Mapping[str, Any]] = {
+_SHUFFLED = """
+import torch
+from tinker_cookbook.rl import train
+of_rewards = train.compute_advantages
+train.compute_advantages = lambda groups: [each[torch.randperm(len(each))] for each in of_rewards(groups)]
+"""
+"""Before a recipe: each answer has the advantage of another one to the same question, so that rewards teach nothing."""
+RECIPES: dict[str, Mapping[str, Any]] = {
     "math_rl": {
         "module": "math_rl.train",
         "options": {
@@ -63,20 +73,31 @@ RECIPES: Mapping[str, Mapping[str, Any]] = {
         },
     },
 }
-"""Recipe -> module, and options away from its defaults. The rank, and a learning rate that is not here, are those of all."""
-STEPS = {"math_rl": 30, "sl_loop": 12, "rl_loop": 10, "guess_number": 8}
+"""Recipe -> module, and options away from its defaults. The rank, and a learning rate that is not here, are those of all.
+
+``model`` makes the directory of another model than the folder's, which is served under its path.
+"""
+RECIPES["math_rl_shuffled"] = {**RECIPES["math_rl"], "prelude": _SHUFFLED}
+RECIPES["math_rl_smollm2"] = {
+    **RECIPES["math_rl"],
+    "options": {**RECIPES["math_rl"]["options"], "renderer_name": "role_colon", "learning_rate": 1e-3},
+    "model": smollm2,
+}
+STEPS = {"math_rl": 30, "math_rl_shuffled": 30, "math_rl_smollm2": 10, "sl_loop": 12, "rl_loop": 10, "guess_number": 8}
 RANKS = (4, 8, 16, 24, 32, 40, 48, 64)
 LENGTHS = (16, 64, 256)
+FUZZED = 10_000
 _REWARDS = ("env/all/reward/total", "reward/total")
 _BUDGET = 2048
 """Tokens of a micro-batch, by which passes are filled."""
 
 
-def server_command(folder: Path) -> list[str]:
-    """Of a server on the model of the folder."""
+def server_command(folder: Path, other: Path | None = None) -> list[str]:
+    """Of a server on the model of the folder, or on another one, under its path."""
+    named = ("--name", NAME, "--state", str(folder / "state")) if other is None else ("--state", str(folder / "state-other"))
     return serve_command(
-        folder / NAME,
-        *("--name", NAME, "--state", str(folder / "state"), "--dtype", "float32", "--max-tokens", str(_BUDGET)),
+        other or folder / NAME,
+        *(*named, "--dtype", "float32", "--max-tokens", str(_BUDGET)),
         *("--max-model-len", "512", "--kv-cache-gib", "0.25"),
     )
 
@@ -86,7 +107,8 @@ def run_recipe(
 ) -> list[dict[str, Any]]:
     """The metrics that a recipe writes, a mapping for each step. ``changed`` goes before the options of the table."""
     recipe = RECIPES[name]
-    options = {"model_name": NAME, "max_steps": steps, "log_path": log, "learning_rate": _LEARNING_RATE}
+    model = str(recipe["model"]()) if "model" in recipe else NAME
+    options = {"model_name": model, "max_steps": steps, "log_path": log, "learning_rate": _LEARNING_RATE}
     options |= {} if name == "guess_number" else {"lora_rank": 8}
     environment = {
         **os.environ,
@@ -98,7 +120,11 @@ def run_recipe(
         "PYTHONWARNINGS": "ignore",
     }
     arguments = [f"{key}={value}" for key, value in {**options, **recipe["options"], **(changed or {})}.items()]
-    command = [sys.executable, "-m", f"tinker_cookbook.recipes.{recipe['module']}", *arguments]
+    module = f"tinker_cookbook.recipes.{recipe['module']}"
+    command = [sys.executable, "-m", module, *arguments]
+    if prelude := recipe.get("prelude"):
+        runs = f"import runpy{prelude}runpy.run_module({module!r}, run_name='__main__', alter_sys=True)"
+        command = [sys.executable, "-c", runs, *arguments]
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
     if done.returncode:
         raise SystemExit(f"{' '.join(command)}\n{done.stdout[-4000:]}{done.stderr[-4000:]}")
@@ -219,18 +245,45 @@ def _vocabulary(url: str) -> int:
     return len(service(url).create_sampling_client(base_model=NAME).result().get_tokenizer())
 
 
-PARTS: Mapping[str, Callable[[str, Path], dict[str, Any]]] = {"throughput": throughput, "fairness": fairness, "idle": idle}
+def fuzz(url: str, _: Path) -> dict[str, Any]:
+    """Requests that are almost right, over JSON and protobuf; then a client trains as if there had been none."""
+    wire = Wire(url)
+    session, run = wire.run(NAME)
+    asked = {"session_id": session, "sampling_session_seq_id": 0, "base_model": NAME}
+    sampler = wire.post("create_sampling_session", **asked).json()["sampling_session_id"]
+    vocabulary = _vocabulary(url)
+    before = train(url, NAME, Client(0, RANKS[0], LENGTHS[0]), vocabulary)
+    seen = send(url, session, run, FUZZED, seed=1, sampler=sampler)
+    after = train(url, NAME, Client(0, RANKS[0], LENGTHS[0]), vocabulary)
+    by_status = {str(status): count for status, count in sorted(seen.items())}
+    return {"requests": FUZZED, "answers_by_status": by_status, "a_client_after_it_has_the_same_bits": before.equals(after)}
+
+
+def chaos(served: Served, folder: Path, kills: int) -> dict[str, Any]:
+    """Kills under load, on top of those of earlier calls in this folder."""
+    kept = folder / "chaos.jsonl"
+    run_chaos(served, kills, kept, lambda line: print(line, flush=True))
+    return summary(kept)
+
+
+PARTS: Mapping[str, Callable[[str, Path], dict[str, Any]]] = {
+    "throughput": throughput,
+    "fairness": fairness,
+    "idle": idle,
+    "fuzz": fuzz,
+}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("parts", nargs="*", choices=[*RECIPES, *PARTS], help="default: all")
+    parser.add_argument("parts", nargs="*", choices=[*RECIPES, *PARTS, "chaos"], help="default: all")
     parser.add_argument("--folder", type=Path, default=Path("runs/tinker"), help="model and data, made once, and logs")
     parser.add_argument(
         "--warm-start-steps", type=int, default=1500, help="of the model, which knows sums from about 1000 on"
     )
     parser.add_argument("--runs", type=int, default=1, help="of each recipe; adapters begin with another seed each")
     parser.add_argument("--steps", type=int, help=f"of each recipe (default {STEPS})")
+    parser.add_argument("--kills", type=int, default=30, help="of chaos in this call; more calls add to them (default 30)")
     arguments = parser.parse_args()
     cookbook()
     folder = arguments.folder.resolve()
@@ -242,11 +295,17 @@ def main() -> None:
     os.environ["PYTHONPATH"] = str(ROOT)
     os.chdir(folder)
     parts = {name: recipe_part(name, arguments.runs, arguments.steps) for name in RECIPES} | dict(PARTS)
-    chosen = arguments.parts or list(parts)
+    chosen = arguments.parts or [*parts, "chaos"]
     signal.signal(signal.SIGTERM, _leave)
-    with serving(server_command(folder)) as served:
-        for name in chosen:
-            record({name: {**parts[name](served.url, folder), "machine": machine()}}, folder)
+    for other in (None, smollm2):
+        names = [name for name in chosen if name != "chaos" and RECIPES.get(name, {}).get("model") is other]
+        if names:
+            with serving(server_command(folder, other() if other else None)) as served:
+                for name in names:
+                    record({name: {**parts[name](served.url, folder), "machine": machine()}}, folder)
+    if "chaos" in chosen:
+        with serving([*server_command(folder), "--restart"]) as served:
+            record({"chaos": {**chaos(served, folder, arguments.kills), "machine": machine()}}, folder)
 
 
 def _leave(*_: object) -> None:
@@ -258,7 +317,7 @@ def _leave(*_: object) -> None:
 
 def record(found: Mapping[str, Any], folder: Path) -> None:
     """Writes sections, and which have never been written."""
-    missing = [name for name in (*RECIPES, *PARTS) if name not in {**read_result("tinker"), **found}]
+    missing = [name for name in (*RECIPES, *PARTS, "chaos") if name not in {**read_result("tinker"), **found}]
     model = {"model": "the demo's Qwen3 with a head of its own", **json.loads((folder / "names.json").read_text("utf-8"))}
     data = "made here; No Robots and GSM8K in name and form alone"
     update_result("tinker", {**found, "model": model, "data": data, "not_run": missing})

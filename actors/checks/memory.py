@@ -14,7 +14,7 @@ from actors.checks.model import find_layout, runtime_of
 from actors.cluster.placement import ClusterShare
 from actors.options.config import CHECKPOINTING, MICRO_BATCH, MOST_TOKENS, RunModel, with_options
 from actors.options.policy_options import tenant_config
-from actors.options.sampled_config import RunConfig, SampledConfig
+from actors.options.sampled_config import RLConfig, RunConfig, SampledConfig
 from actors.rollout.config import positions_of
 from actors.rollout.placement import with_share
 from rl_backend.contracts import BatchError, ConfigError, NativeConfig, RLBackendError, RuntimeConfig, UnsupportedError
@@ -184,6 +184,10 @@ def _plan(config: RunConfig, model: RunModel, gpus: int) -> Plan:
         sync_dtype=dtype,
         **lora,
     )
+    if isinstance(config, RLConfig):
+        # Attention keeps the keys and values of a prompt for each of its samples, whoever computes them.
+        prompt = min(config.max_prompt_tokens, work.sequence_length - 1)
+        work = work.replace(prompt_length=prompt, samples_per_prompt=config.sampling.n, trains_prompts=True)
     return _make_plan(runtime, config.ranks, work)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import io
+import math
 import time
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager, suppress
@@ -12,9 +13,19 @@ from typing import Annotated, Any
 
 import zstandard
 from fastapi import APIRouter, Depends, FastAPI, HTTPException, Request, Response
-from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse
+from fastapi.responses import FileResponse, HTMLResponse, JSONResponse, PlainTextResponse
 
-from actors.serve.server import BusyError, Server, UnknownError, as_object, held_by, number_in, shown_time, text_in
+from actors.serve.server import (
+    EXTERNAL,
+    BusyError,
+    Server,
+    UnknownError,
+    as_object,
+    held_by,
+    number_in,
+    shown_time,
+    text_in,
+)
 from actors.serve.store import CHECKPOINTS, CLIENT_NUMBERS, JSON, RUNS, SAMPLERS, SESSIONS, Result
 from actors.serve.training import Pass, Step
 from actors.serve.wire import read_header
@@ -37,7 +48,7 @@ _NOT_SERVED = {
 }
 
 
-def owner_of(request: Request) -> str:
+async def owner_of(request: Request) -> str:
     """The name behind a request's key; without keys in the store everybody here is one.
 
     A request without any key is refused even then: pages in a browser can send those to a server on this machine.
@@ -46,11 +57,12 @@ def owner_of(request: Request) -> str:
     key = request.headers.get("x-api-key") or request.headers.get("authorization", "").removeprefix("Bearer ")
     if not key:
         raise HTTPException(401, "no key: send X-API-Key, or Authorization: Bearer")
-    if not server.store.has_keys:
-        return "local"
-    owner = server.store.owner_of(key)
+    owner = server.store.owner_of(key) if server.store.has_keys else "local"
     if owner is None:
         raise HTTPException(401, "the key is not known; rl-backend serve --new-key NAME makes one")
+    if wait := server.rates.wait(owner):
+        message = f"more than {server.limits.requests_per_second:g} requests a second; ask again"
+        raise HTTPException(429, message, {"Retry-After": str(math.ceil(wait))})
     return owner
 
 
@@ -209,11 +221,17 @@ def _add_weights(api: APIRouter, server: Server) -> None:
 
     @api.post("/save_weights_external")
     async def save_weights_external(owner: Owner, asked: Asked) -> Any:
-        # It has a number of its run: refused with a status, those that follow would wait for it.
-        def refuse(_: Any) -> dict[str, Any]:
-            raise UnsupportedError("save_weights_external: not served here; docs/serve.md lists what is")
+        return server.save(owner, asked, EXTERNAL)
 
-        return server.call(owner, asked, refuse)
+    @api.get(f"/training_runs/{{run}}/checkpoints/{EXTERNAL}/{{name}}/external_weights_urls")
+    async def external_weights_urls(request: Request, owner: Owner, run: str, name: str) -> Any:
+        links, expires = server.links(owner, f"tinker://{run}/{EXTERNAL}/{name}")
+        urls = {file: f"{request.base_url}api/v1/external/{end}" for file, end in links.items()}
+        return {"urls": urls, "expires": shown_time(expires)}
+
+    @api.get("/external/{token}/{name}")
+    async def external(token: str, name: str) -> FileResponse:
+        return FileResponse(server.linked(token, name))
 
     @api.post("/load_weights")
     async def load_weights(owner: Owner, asked: Asked) -> Any:
@@ -362,6 +380,7 @@ def _add_pages(app: FastAPI, server: Server) -> None:
     @app.get("/")
     def status() -> HTMLResponse:
         rows = [(help, f"{value:g}") for _, help, value in _figures(server).values()]
+        rows += [(f"{kind} tokens a second, in the last minute", f"{speed:.1f}") for kind, speed in server.speeds.items()]
         runs = []
         # Whoever sees the page need not have a key, and a key sees its own runs alone.
         if not server.store.has_keys:
@@ -404,7 +423,7 @@ def _figures(server: Server) -> dict[str, tuple[str, str, float]]:
         f"{prefix}_sampled_tokens_total": ("counter", "tokens sampled", sampling.tokens),
         f"{prefix}_pushed_adapters": ("gauge", "adapters in the engines", sampling.pushed),
         f"{prefix}_checkpoints": ("gauge", "named checkpoints", len(server.store.rows(CHECKPOINTS))),
-        f"{prefix}_failed_samples_total": ("counter", "requests for samples that failed", server.errors),
+        f"{prefix}_failed_requests_total": ("counter", "requests that failed through their futures", server.futures.errors),
     }
 
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import argparse
 import ipaddress
+import logging
 import socket
 import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
+from logging.handlers import RotatingFileHandler
 from pathlib import Path
 
 import uvicorn
@@ -24,7 +26,7 @@ from actors.serve.check import check_server
 from actors.serve.openai import add_openai
 from actors.serve.restarts import ServerLostError, keep_serving
 from actors.serve.sampling import Sampling, end_tokens
-from actors.serve.server import Futures, Limits, Server
+from actors.serve.server import Futures, Limits, Server, request_log
 from actors.serve.store import Store
 from actors.serve.training import Training
 from actors.train.group import TrainGroup
@@ -36,6 +38,8 @@ from rl_backend.data.hub import local_model
 _DEFAULT_LENGTH = 4096
 # Adapters that engines keep in host memory; more give way, and come back when they are used.
 _MOST_PUSHED = 64
+# Of the log of requests; there are two such files at most.
+_LOG_BYTES = 16 << 20
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 
@@ -62,6 +66,10 @@ def serve(options: argparse.Namespace) -> int:
         ConfigError: an address that others reach, without keys; options that ranks or engines refuse; or what failed in
             ``--check``.
     """
+    for name in ("disk_gib", "requests_per_second"):
+        value = getattr(options, name)
+        if value is not None and not value > 0:
+            raise ConfigError.of(name, value, "expected more than 0")
     if options.check:
         with tempfile.TemporaryDirectory() as state, _listening("127.0.0.1", 0) as listener:
             serve_at(listener, argparse.Namespace(**{**vars(options), "state": Path(state)}))
@@ -88,6 +96,10 @@ def serve_at(listener: socket.socket, options: argparse.Namespace, up: Callable[
         ServerLostError: ranks or engines have ended for good, and ``up`` is given.
     """
     store = Store(options.state)
+    log = RotatingFileHandler(store.folder / "requests.jsonl", maxBytes=_LOG_BYTES, backupCount=1, encoding="utf-8")
+    request_log.setLevel(logging.INFO)
+    request_log.propagate = False
+    request_log.addHandler(log)
     try:
         if up is not None:
             # The last key may be gone since the server was started for the first time.
@@ -110,6 +122,8 @@ def serve_at(listener: socket.socket, options: argparse.Namespace, up: Callable[
                 with _beside(web, lambda: _until_lost(server, web)) if up is not None else nullcontext():
                     web.run(sockets=[listener])
     finally:
+        request_log.removeHandler(log)
+        log.close()
         store.close()
 
 
@@ -210,7 +224,12 @@ def open_server(options: argparse.Namespace, store: Store) -> Iterator[Server]:
             )
         stack.callback(training.close)
         sampling = Sampling(engines, end_tokens(model), most_pushed=_MOST_PUSHED)
-        limits = Limits(session_timeout=options.session_timeout, keep_results=options.keep_results)
+        limits = Limits(
+            session_timeout=options.session_timeout,
+            keep_results=options.keep_results,
+            disk_bytes=None if options.disk_gib is None else int(options.disk_gib * 2**30),
+            requests_per_second=options.requests_per_second,
+        )
         yield Server(store, futures, training, sampling, name=name, model=model, longest=length, limits=limits)
 
 

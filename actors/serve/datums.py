@@ -15,6 +15,7 @@ from rl_backend.contracts.lora import LORA_FIELD
 
 _MODULE = "rl_backend.algorithm.tinker_losses"
 _OF_A_POLICY = ("logprobs", "advantages")
+_MASK = "sequence_ratio_mask"
 _CLIPS = ("clip_low_threshold", "clip_high_threshold")
 LOSSES: Mapping[str, tuple[str, ...]] = {
     "cross_entropy": (),
@@ -22,7 +23,7 @@ LOSSES: Mapping[str, tuple[str, ...]] = {
     "ppo": _OF_A_POLICY,
     "cispo": _OF_A_POLICY,
     "dro": _OF_A_POLICY,
-    "gspo": (*_OF_A_POLICY, "sequence_ratio_mask"),
+    "gspo": (*_OF_A_POLICY, _MASK),
 }
 """Name of a loss -> columns that it needs beside the targets. cross_entropy takes weights of 1 where there are none."""
 _OPTIONAL: Mapping[str, tuple[str, ...]] = {
@@ -34,7 +35,7 @@ _OPTIONAL: Mapping[str, tuple[str, ...]] = {
 _LARGEST_RATIO = 88.0
 """Nats whose exponential float32 still has."""
 # Every row of a pass has these, so that clients with different losses share it.
-_SHARED = ("weights", *_OF_A_POLICY)
+_SHARED = ("weights", *_OF_A_POLICY, _MASK)
 
 type Signature = tuple[int, tuple[str, ...]]
 """Targets of a token, 0 for a plain (N,), and the further columns: rows of one pass have the same."""
@@ -95,7 +96,7 @@ def sequence_of(datum: Datum, loss: str, lora_id: int) -> TokenSequence:
         if name in (*LOSSES[loss], *_OPTIONAL.get(loss, ()))
     }
     length = len(datum.tokens)
-    blank = {name: torch.zeros(length) for name in _OF_A_POLICY}
+    blank = {name: torch.zeros(length) for name in (*_OF_A_POLICY, _MASK)}
     blank["weights"] = torch.ones(targets.shape)
     fields = {**blank, **columns, TARGET_IDS: targets, "loss_mask": torch.ones(length)}
     # What numpy read is a view of the request's bytes, which torch may not write to; astype has copied it.

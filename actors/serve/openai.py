@@ -18,7 +18,7 @@ from fastapi import FastAPI
 from fastapi.responses import JSONResponse, StreamingResponse
 
 from actors.serve.scores import Scores, width_in
-from actors.serve.server import BusyError, Server, UnknownError
+from actors.serve.server import EXTERNAL, KINDS, BusyError, Server, UnknownError
 from actors.serve.store import CHECKPOINTS, RUNS, SAMPLERS
 from actors.serve.training import ADAPTER
 from rl_backend.contracts import BatchError, RLBackendError, UnsupportedError
@@ -95,14 +95,16 @@ def _error(text: str, status: int) -> JSONResponse:
 
 def _names(server: Server, owner: str) -> list[str]:
     live = [run["id"] for run in server.store.rows(RUNS, owner=owner, over="") if _newest(server, owner, run["id"])]
-    return [server.name, *live, *(shown["tinker_path"] for shown in server.checkpoints(owner))]
+    saved = [shown["tinker_path"] for shown in server.checkpoints(owner) if shown["checkpoint_type"] != KINDS[EXTERNAL]]
+    return [server.name, *live, *saved]
 
 
 def _newest(server: Server, owner: str, run: str) -> Path | None:
     """The adapter that a run saved last, named or not."""
     snapshot = server.newest_snapshot(run)
-    saved = [(row["created"], Path(row["folder"])) for row in server.store.rows(CHECKPOINTS, run=run, owner=owner)]
-    newest = max([*saved, *([] if snapshot is None else [snapshot])], default=None)
+    rows = server.store.rows(CHECKPOINTS, run=run, owner=owner)
+    saved = [(row["created"], Path(row["folder"])) for row in rows if row["kind"] != EXTERNAL]
+    newest = max([*saved, *([] if snapshot is None else [snapshot[:2]])], default=None)
     return None if newest is None else newest[1]
 
 
@@ -116,7 +118,7 @@ def _adapter(server: Server, owner: str, model: str) -> tuple[Path | None, Mappi
     if model == server.name:
         return None, None
     if model.startswith("tinker://"):
-        found = server.find(owner, model)
+        found = server.find_adapter(owner, model)
         return Path(found["folder"]) / ADAPTER, found["lora"]
     if (sampler := server.store.get(SAMPLERS, id=model, owner=owner)) is not None:
         return server.folder_of(sampler), sampler["lora"]

@@ -11,23 +11,29 @@ import shutil
 import time
 import uuid
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+from actors.serve.external import Links, encrypt, recipients_in
 from actors.serve.sampling import Sampling, Score
 from actors.serve.scores import Scores, Scoring
 from actors.serve.store import CHECKPOINTS, REQUESTS, RUNS, SAMPLERS, SESSIONS, Result, Store
 from actors.serve.training import ADAPTER, Call, Run, Training
-from rl_backend.contracts import BatchError, CheckpointError, ConfigError, RLBackendError, UnsupportedError
+from rl_backend.contracts import BatchError, CheckpointError, ConfigError, UnsupportedError
 
 logger = logging.getLogger(__name__)
+request_log = logging.getLogger(f"{__name__}.requests")
+"""A JSON object of every request that was answered through its future."""
 
-KINDS = {"weights": "training", "sampler_weights": "sampler"}
+EXTERNAL = "external_weights"
+KINDS = {"weights": "training", "sampler_weights": "sampler", EXTERNAL: "external"}
+_SAVES = {"weights": "save_weights", "sampler_weights": "save_weights_for_sampler", EXTERNAL: "save_weights_external"}
 _NAME = re.compile(r"[\w][\w.-]{0,199}")
 _SWEEP_SECONDS = 10.0
+_SPEED_SECONDS = 60.0
 _LONGEST_LIFE = 10 * 366 * 86400.0
 _RECORD = 1024
 """Bytes that a request holds at least while it waits, about."""
@@ -49,6 +55,9 @@ class Limits:
     snapshots: unnamed ones that a run keeps.
     open_samples: responses being sampled, of all clients together; more are answered 429.
     waiting_bytes: of training requests that wait; more are answered 429, unless they are next in their run's order.
+    disk_bytes: that one key's checkpoints and snapshots take; None for any.
+    free_bytes: of the disk, which are left for the database; saves fail first.
+    requests_per_second: of one key, and ten times as many at one moment; more are answered 429. None for any.
     """
 
     session_timeout: float = 300.0
@@ -56,6 +65,36 @@ class Limits:
     snapshots: int = 32
     open_samples: int = 4096
     waiting_bytes: int = 1 << 30
+    disk_bytes: int | None = None
+    free_bytes: int = 1 << 30
+    requests_per_second: float | None = None
+
+
+class Rates:
+    """How many requests each key may send: a bucket that fills up at ``per_second``, up to ten seconds' worth."""
+
+    def __init__(self, per_second: float | None) -> None:
+        self._per_second = per_second
+        self._left: dict[str, tuple[float, float]] = {}
+
+    def wait(self, owner: str) -> float:
+        """Takes one; seconds until there is one, and 0 where there was."""
+        if self._per_second is None:
+            return 0.0
+        now, most = time.monotonic(), max(1.0, 10 * self._per_second)
+        left, since = self._left.get(owner, (most, now))
+        left = min(most, left + (now - since) * self._per_second)
+        self._left[owner] = (left - (left >= 1), now)
+        return 0.0 if left >= 1 else (1 - left) / self._per_second
+
+
+class Snapshot(NamedTuple):
+    """Unnamed weights of a run, for samplers."""
+
+    made: float
+    folder: Path
+    owner: str
+    bytes: int
 
 
 class Futures:
@@ -63,14 +102,20 @@ class Futures:
 
     def __init__(self, store: Store) -> None:
         self._store = store
+        self.errors = 0
         self._loop: asyncio.AbstractEventLoop | None = None
         self._waiting: dict[str, asyncio.Event] = {}
 
     def finish(self, request_id: str, result: Result) -> None:
-        scope = self._store.finish(request_id, result)
+        found = self._store.finish(request_id, result)
+        if found is not None:
+            self.errors += result.is_error
+            said = {"error": result.body.decode()[:500]} if result.is_error else {}
+            seconds = round(time.time() - found.pop("created"), 3)
+            request_log.info(json.dumps({"request": request_id, **found, "seconds": seconds, **said}))
         loop = self._loop
         if loop is not None and not loop.is_closed():
-            loop.call_soon_threadsafe(self._wake, request_id, scope)
+            loop.call_soon_threadsafe(self._wake, request_id, *([] if found is None else [found["scope"]]))
 
     async def result(self, request_id: str, owner: str, seconds: float) -> Result | None:
         """The answer; None where there is none within that time.
@@ -85,7 +130,7 @@ class Futures:
             found = self._store.get(REQUESTS, id=request_id, owner=owner)
             if found is None:
                 self._waiting.pop(request_id, None)
-                raise UnknownError(f"request {request_id!r} is not known")
+                raise UnknownError(f"request {request_id!r} is not known, or was answered longer than --keep-results ago")
             if found["finished"] is not None:
                 self._waiting.pop(request_id, None)
                 return Result(found["media"], found["body"])
@@ -138,11 +183,23 @@ class Server:
         self.store, self.futures, self.training, self.sampling = store, futures, training, sampling
         self.name, self.model, self.longest, self.limits = name, model, longest, limits
         self.started = time.time()
-        self.errors = 0
+        self.rates = Rates(limits.requests_per_second)
         self._tasks: dict[str, asyncio.Task[None]] = {}
-        # When each was made, and its folder.
-        self._snapshots: dict[str, deque[tuple[float, Path]]] = {}
+        self._snapshots: dict[str, deque[Snapshot]] = {}
         self._open_samples = 0
+        self._links = Links()
+        # When, and what was trained and sampled until then.
+        self._counts: deque[tuple[float, int, int]] = deque([(self.started, 0, 0)])
+
+    @property
+    def speeds(self) -> Mapping[str, float]:
+        """Tokens that were trained and sampled a second, in the last minute."""
+        since, trained, sampled = self._counts[0]
+        seconds = max(time.time() - since, 1.0)
+        return {
+            "trained": (self.training.tokens - trained) / seconds,
+            "sampled": (self.sampling.tokens - sampled) / seconds,
+        }
 
     # Sessions.
 
@@ -193,6 +250,9 @@ class Server:
 
     async def _sweep_once(self) -> None:
         now = time.time()
+        self._counts.append((now, self.training.tokens, self.sampling.tokens))
+        while self._counts[0][0] < now - _SPEED_SECONDS:
+            self._counts.popleft()
         for session in self.store.rows(SESSIONS, ended=False):
             if session["seen"] < now - self.limits.session_timeout:
                 silent = f"the session sent no heartbeat for {self.limits.session_timeout:g} s and has ended"
@@ -200,7 +260,7 @@ class Server:
         for checkpoint in self.store.rows(CHECKPOINTS):
             if checkpoint["expires"] is not None and checkpoint["expires"] < now:
                 self._delete_checkpoint(checkpoint)
-        self.store.forget_results(now - self.limits.keep_results)
+        self.store.forget(now - self.limits.keep_results)
 
     # Runs.
 
@@ -235,20 +295,24 @@ class Server:
         # Not free: the SDK derives it when it creates by loading.
         run, now = f"{session}:train:{number_in(asked, 'model_seq_id')}", time.time()
         request_id, is_new = self.store.accept(run, 0, owner)
-        if is_new:
-            self.store.add(
-                RUNS,
-                id=run,
-                session=session,
-                owner=owner,
-                base_model=self.name,
-                lora=dict(lora),
-                created=now,
-                last_request=now,
-                over="",
-                user_metadata=asked.get("user_metadata"),
-            )
+        if not is_new:
+            return {"request_id": request_id, "model_id": run}
+        added = self.store.add(
+            RUNS,
+            id=run,
+            session=session,
+            owner=owner,
+            base_model=self.name,
+            lora=dict(lora),
+            created=now,
+            last_request=now,
+            over="",
+            user_metadata=asked.get("user_metadata"),
+        )
+        if added:
             self.training.create(run, request_id, make)
+        else:
+            self.futures.finish(request_id, Result.failed(f"{run} was created before; its answer is not kept any more"))
         return {"request_id": request_id, "model_id": run}
 
     def require_run(self, owner: str, run: str) -> dict[str, Any]:
@@ -300,8 +364,8 @@ class Server:
             known = self.store.get(CHECKPOINTS, run=run.id, kind=kind, name=name)
             if known is not None and not asked.get("overwrite"):
                 raise CheckpointError(f"tinker://{run.id}/{kind}/{name} exists; choose another name, or overwrite it")
-            folder = self.store.folder.resolve() / "checkpoints" / uuid.uuid4().hex
-            self.training.save(run, folder, state=kind == "weights")
+            recipients = recipients_in(asked)
+            folder, size = self._write(run, owner, "checkpoints", state=kind == "weights", recipients=recipients)
             self.store.put(
                 CHECKPOINTS,
                 run=run.id,
@@ -312,15 +376,14 @@ class Server:
                 base_model=self.name,
                 lora=self._lora_of(run),
                 created=time.time(),
-                bytes=sum(file.stat().st_size for file in folder.rglob("*") if file.is_file()),
+                bytes=size,
                 user_metadata=asked.get("user_metadata"),
                 expires=expires,
                 public=False,
             )
             if known is not None:
                 self._delete_checkpoint(known)
-            request = "save_weights" if kind == "weights" else "save_weights_for_sampler"
-            return {"type": request, "path": f"tinker://{run.id}/{kind}/{name}"}
+            return {"type": _SAVES[kind], "path": f"tinker://{run.id}/{kind}/{name}"}
 
         return self.call(owner, asked, work)
 
@@ -331,19 +394,46 @@ class Server:
         def work(run: Run) -> Mapping[str, Any]:
             session = run.id.partition(":")[0]
             sampler = f"{session}:sample:{number_in(asked, 'sampling_session_seq_id')}"
-            folder = self.store.folder.resolve() / "snapshots" / uuid.uuid4().hex
-            self.training.save(run, folder, state=False)
+            folder, size = self._write(run, owner, "snapshots", state=False)
             self._add_sampler(owner, session, sampler, None, folder, self._lora_of(run))
             kept = self._snapshots.setdefault(run.id, deque())
-            kept.append((time.time(), folder))
+            kept.append(Snapshot(time.time(), folder, owner, size))
             if len(kept) > self.limits.snapshots:
-                asyncio.run_coroutine_threadsafe(self._delete(kept.popleft()[1]), loop)
+                asyncio.run_coroutine_threadsafe(self._delete(kept.popleft().folder), loop)
             return {"type": "save_weights_for_sampler", "sampling_session_id": sampler}
 
         return self.call(owner, asked, work)
 
-    def newest_snapshot(self, run: str) -> tuple[float, Path] | None:
-        """When a run's last unnamed snapshot was made, and its folder; None where this server has made none."""
+    def _write(self, run: Run, owner: str, part: str, *, state: bool, recipients: Sequence[str] = ()) -> tuple[Path, int]:
+        """Writes a run's weights to a new folder, readable for the ``recipients`` alone if there are any; its bytes too.
+
+        Raises:
+            CheckpointError: the key has as much on the disk as it may, or the disk is full.
+        """
+        folder, most = self.store.folder.resolve() / part / uuid.uuid4().hex, self.limits.disk_bytes
+        free, used = shutil.disk_usage(self.store.folder).free, self.used_bytes(owner)
+        if free < self.limits.free_bytes:
+            raise CheckpointError(f"the server's disk has {free >> 20} MiB left; delete checkpoints, or ask its operator")
+        self.training.save(run, folder, state=state)
+        try:
+            encrypt(folder / ADAPTER, recipients)
+            size = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
+            if most is not None and used + size > most:
+                problem = f"{size} bytes beside the {used} that this key has on the disk, more than {most}"
+                raise CheckpointError(f"{problem}; delete checkpoints")
+        except BaseException:
+            shutil.rmtree(folder, ignore_errors=True)
+            raise
+        return folder, size
+
+    def used_bytes(self, owner: str) -> int:
+        """Of a key's checkpoints and snapshots."""
+        snapshots = [each for kept in list(self._snapshots.values()) for each in list(kept)]
+        named = sum(row["bytes"] for row in self.store.rows(CHECKPOINTS, owner=owner))
+        return int(named) + sum(each.bytes for each in snapshots if each.owner == owner)
+
+    def newest_snapshot(self, run: str) -> Snapshot | None:
+        """A run's last unnamed snapshot; None where this server has made none."""
         kept = self._snapshots.get(run)
         return kept[-1] if kept else None
 
@@ -361,6 +451,27 @@ class Server:
         found = self._find(owner, path)
         if found is None or (own and found["owner"] != owner):
             raise UnknownError(f"checkpoint {path!r} is not known")
+        return found
+
+    def find_adapter(self, owner: str, path: str) -> dict[str, Any]:
+        """A checkpoint that can be sampled from."""
+        found = self.find(owner, path)
+        if found["kind"] == EXTERNAL:
+            raise UnknownError(f"{path} is for downloads; save the run with save_weights_for_sampler to sample from it")
+        return found
+
+    def links(self, owner: str, path: str) -> tuple[Mapping[str, str], float]:
+        """Of external weights, each file's name with the end of an address that needs no key; and when they expire."""
+        return self._links.make(Path(self.find(owner, path)["folder"]) / ADAPTER)
+
+    def linked(self, token: str, name: str) -> Path:
+        """The file at such an address.
+
+        Raises:
+            UnknownError: no such address, or none any more.
+        """
+        if (found := self._links.find(token, name)) is None:
+            raise UnknownError("no such file, or its address has expired; ask for new ones")
         return found
 
     def keep_checkpoint(self, owner: str, path: str, asked: Mapping[str, Any]) -> None:
@@ -437,7 +548,7 @@ class Server:
         sampler = f"{session}:sample:{number_in(asked, 'sampling_session_seq_id')}"
         path = asked.get("model_path")
         if path:
-            found = self.find(owner, path)
+            found = self.find_adapter(owner, path)
             self._add_sampler(owner, session, sampler, path, Path(found["folder"]), found["lora"])
         elif asked.get("base_model") == self.name:
             self._add_sampler(owner, session, sampler, None, None, None)
@@ -525,13 +636,8 @@ class Server:
         try:
             folder = self.folder_of(sampler)
             result = Result.of(await self.sampling.answer(asked, folder, self.scorer(folder, sampler["lora"])))
-        except RLBackendError as error:
-            self.errors += 1
-            result = Result.failed(str(error))
-        except Exception as error:
-            self.errors += 1
-            logger.exception("a request for samples failed")
-            result = Result.failed(f"{type(error).__name__}: {error}", "server")
+        except Exception as error:  # noqa: BLE001 it is answered
+            result = Result.of_error(error)
         finally:
             self._tasks.pop(request_id, None)
         self.futures.finish(request_id, result)

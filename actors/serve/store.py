@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import secrets
 import time
 import uuid
@@ -17,7 +18,9 @@ from typing import Any, NamedTuple
 import sqlalchemy as sql
 from sqlalchemy import Boolean, Column, Float, Integer, LargeBinary, MetaData, String, Table, UniqueConstraint
 
-from rl_backend.contracts import ConfigError
+from rl_backend.contracts import ConfigError, RLBackendError
+
+logger = logging.getLogger(__name__)
 
 JSON, PROTOBUF = "application/json", "application/x-protobuf"
 CLIENT_NUMBERS = 10**9
@@ -121,6 +124,18 @@ class Result(NamedTuple):
     def failed(cls, text: str, category: str = "user") -> Result:
         return cls.of({"error": text, "category": category})
 
+    @classmethod
+    def of_error(cls, error: Exception) -> Result:
+        """What a client is told of a request that has failed: its own mistake in words, anything else by its kind too."""
+        if isinstance(error, RLBackendError):
+            return cls.failed(str(error))
+        logger.error("a request failed", exc_info=error)
+        return cls.failed(f"{type(error).__name__}: {error}", "server")
+
+    @property
+    def is_error(self) -> bool:
+        return self.media == JSON and self.body.startswith(b'{"error"')
+
 
 class Store:
     """The database of a state folder. Every method is one transaction and may be called from any thread."""
@@ -185,12 +200,16 @@ class Store:
         assert known is not None, "nothing else refuses the row"
         return known["id"], False
 
-    def finish(self, request_id: str, result: Result) -> str:
-        """Keeps the answer, the first one for good; returns the scope of a request that has its answer now."""
+    def finish(self, request_id: str, result: Result) -> dict[str, Any] | None:
+        """Keeps the answer, the first one for good; returns the request if it has its answer by this: scope, seq_id, owner,
+        created.
+        """
         values = {"finished": time.time(), "media": result.media, "body": result.body, "place": _next_place()}
         asked = sql.update(REQUESTS).where(REQUESTS.c.id == request_id, REQUESTS.c.finished.is_(None))
+        columns = (REQUESTS.c.scope, REQUESTS.c.seq_id, REQUESTS.c.owner, REQUESTS.c.created)
         with self._engine.begin() as connection:
-            return str(connection.execute(asked.values(values).returning(REQUESTS.c.scope)).scalar() or "")
+            found = connection.execute(asked.values(values).returning(*columns)).mappings().first()
+            return None if found is None else dict(found)
 
     def completed(self, scope: str, client: int, after: int) -> list[dict[str, Any]]:
         """Answers of a scope whose place is beyond ``after``, of one client by its numbers: id, place, media and size."""
@@ -209,12 +228,17 @@ class Store:
         with self._engine.begin() as connection:
             return int(connection.execute(asked).scalar_one())
 
-    def forget_results(self, before: float) -> None:
-        """Of requests that were answered before that time: their bodies. Their numbers stay taken."""
-        gone = Result.failed("the result was kept for its time and is gone; ask within --keep-results", "server")
-        asked = sql.update(REQUESTS).where(REQUESTS.c.finished < before, sql.func.length(REQUESTS.c.body) > 1024)
+    def forget(self, before: float) -> None:
+        """Requests that were answered before that time, and of sessions that were last seen before it and have ended their
+        samplers, and themselves where they have no runs.
+        """
+        columns = SESSIONS.c
+        ended = sql.select(columns.id).where(columns.ended, columns.seen < before)
+        idle = ended.where(columns.id.not_in(sql.select(RUNS.c.session)))
         with self._engine.begin() as connection:
-            connection.execute(asked.values(media=gone.media, body=gone.body))
+            connection.execute(sql.delete(REQUESTS).where(REQUESTS.c.finished < before))
+            connection.execute(sql.delete(SAMPLERS).where(SAMPLERS.c.session.in_(ended)))
+            connection.execute(sql.delete(SESSIONS).where(columns.id.in_(idle)))
 
     def begin(self) -> None:
         """For a server that starts: what the one before had in its memory is lost, and says so."""
@@ -259,8 +283,9 @@ class Store:
 
 
 def _next_place() -> Any:
-    others = REQUESTS.alias()
-    highest = sql.select(sql.func.coalesce(sql.func.max(others.c.place), 0) + 1)
+    """Beyond those that are there, and by the clock beyond those that are deleted: a client counts from the last it saw."""
+    others, now = REQUESTS.alias(), time.time_ns() // 1000
+    highest = sql.select(sql.func.max(sql.func.coalesce(sql.func.max(others.c.place), 0) + 1, now))
     return highest.where(others.c.scope == REQUESTS.c.scope).correlate(REQUESTS).scalar_subquery()
 
 

@@ -38,7 +38,6 @@ from rl_backend.contracts import (
     ConfigError,
     ForwardResult,
     GroupFailedError,
-    RLBackendError,
     TokenSequence,
     UnsupportedError,
 )
@@ -60,6 +59,9 @@ _MOST_KEPT_TARGETS = 1 << 22
 _SHARE_OF_A_PASS = 0.5
 # Targets that count as a token of a pass, where a datum has more of them: a few tokens can have very many.
 _TARGETS_OF_A_TOKEN = 32
+
+_LOST = (GroupFailedError, ClusterLostError)
+"""No client's error: training has ended."""
 
 type Finish = Callable[[str, Result], None]
 
@@ -229,6 +231,8 @@ class Training:
         with self._changed:
             run = self._runs.get(run_id)
             over = self.failed or ("the run has ended" if run is None else run.over)
+            if run is not None and not over and seq_id < run.next_seq:
+                over = f"request {seq_id} of the run was answered, and its answer is not kept any more (--keep-results)"
             if run is not None and not over:
                 run.waiting[seq_id] = job
                 self._changed.notify()
@@ -456,13 +460,10 @@ class Training:
         """What a client's work comes to; only the end of the group is nobody's own error."""
         try:
             return Result.of(work())
-        except (GroupFailedError, ClusterLostError):
+        except _LOST:
             raise
-        except RLBackendError as error:
-            return Result.failed(str(error))
-        except Exception as error:
-            logger.exception("a request failed")
-            return Result.failed(f"{type(error).__name__}: {error}", "server")
+        except Exception as error:  # noqa: BLE001 it is answered
+            return Result.of_error(error)
 
     def _call(self, runs: Sequence[Run]) -> None:
         for run in runs:
@@ -471,33 +472,30 @@ class Training:
             self._done(run, self._outcome(partial(job.work, run)))
 
     def _step(self, runs: Sequence[Run]) -> None:
-        started = []
+        """One step of each, in one operation of the group."""
+        able: list[tuple[Run, HandleRef, AdamParams]] = []
         for run in runs:
-            job = run.head
-            assert isinstance(job, Step), "chosen by its kind"
             try:
-                tenant, adam = _made(run)[0], adam_of(job.asked)
-                if run.broken:
-                    raise BatchError(f"optim_step: nothing was changed, and gradients are dropped: {run.broken}")
-                if not run.trained:
-                    raise BatchError("optim_step: no forward_backward since the last step, so there are no gradients")
-            except (RLBackendError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
-                # Nothing was asked of the group yet: whatever is wrong is in the request.
+                able.append((run, *_step_of(run)))
+            except Exception as error:  # noqa: BLE001 it is answered, and nothing was asked of the group yet
                 run.broken = ""
-                self._done(run, Result.failed(str(error) if isinstance(error, RLBackendError) else f"optim_step: {error}"))
-                continue
-            step = self._group.optimizer_step.submit(tenant, adam=adam)
-            started.append((run, adam, step, self._group.zero_grad.submit(tenant)))
-        for run, adam, step, cleared in started:
+                self._done(run, Result.of_error(error))
+        if not able:
+            return
+        tenants = [tenant for _, tenant, _ in able]
+        step = self._group.optimizer_step.submit(tenants, adam=[adam for _, _, adam in able])
+        cleared = self._group.zero_grad.submit(tenants)
+        for place, (run, _, adam) in enumerate(able):
             run.trained, run.passed = False, []
             run.unbound += 1
-            self._done(run, self._outcome(partial(self._stepped, run, adam, step)))
-            cleared.result()
+            self._done(run, self._outcome(partial(self._stepped, run, adam, step, place)))
+        cleared.result()
 
-    def _stepped(self, run: Run, adam: AdamParams, step: GroupFuture[Any]) -> Mapping[str, Any]:
-        result = step.result()
+    def _stepped(self, run: Run, adam: AdamParams, step: GroupFuture[Any], place: int) -> Mapping[str, Any]:
+        result = step.result()[place]
         if not result.ok:
-            raise BatchError("optim_step: a gradient is not finite; weights and optimizer are as they were, gradients gone")
+            why = result.error or "a gradient is not finite; weights and optimizer are as they were, gradients gone"
+            raise BatchError(f"optim_step: {why}")
         run.steps += 1
         self.steps += 1
         return {"metrics": {"grad_norm": result.grad_norm, "learning_rate": adam.lr}}
@@ -527,7 +525,7 @@ class Training:
         """A pass whose failure is answered to the client that it is of: where several shared it, each is tried alone."""
         try:
             result = self._run_pass(chosen, forward_only=forward_only)
-        except (GroupFailedError, ClusterLostError):
+        except _LOST:
             raise
         except BatchError as error:
             # Refused before anything ran.
@@ -535,16 +533,17 @@ class Training:
                 for each in chosen:
                     self._try_pass([each], forward_only=forward_only)
             elif _job(chosen[0][0]).cursor or chosen[0][0].again:
-                self._break(chosen[0][0], Result.failed(str(error)), str(error))
+                self._break(chosen[0][0], error)
             else:
-                self._done(chosen[0][0], Result.failed(str(error)))
+                self._done(chosen[0][0], Result.of_error(error))
         except Exception as error:
-            logger.exception("a pass failed")
+            if len(chosen) > 1:
+                logger.warning("a pass of several runs failed, and each is tried alone", exc_info=error)
             for run, _ in chosen:
                 if len(chosen) > 1 and (run.passed is not None or forward_only):
                     self._begin_again(run)
                 else:
-                    self._break(run, Result.failed(f"{type(error).__name__}: {error}", "server"), f"{error}")
+                    self._break(run, error)
         else:
             self.passes += 1
             for run, piece in chosen:
@@ -568,9 +567,8 @@ class Training:
             self._done(run, result)
             return False
         if run.broken and not job.request.forward_only:
-            self._done(
-                run, Result.failed(f"forward_backward: its gradients would be added to incomplete ones: {run.broken}")
-            )
+            error = BatchError(f"forward_backward: its gradients would be added to incomplete ones: {run.broken}")
+            self._done(run, Result.of_error(error))
             return False
         if not job.request.data:
             self._done(run, Result.of(write_pass([], {"loss:sum": 0.0})))
@@ -615,7 +613,7 @@ class Training:
         if not (problem or request.forward_only or math.isfinite(part.loss)):
             problem = not_finite(job.cursor, piece, log_probs)
         if problem:
-            self._break(run, Result.failed(f"loss_fn={request.loss!r}: {problem}"), problem)
+            self._break(run, BatchError(f"loss_fn={request.loss!r}: {problem}"))
             return
         job.total += part.loss
         job.log_probs += log_probs
@@ -630,16 +628,16 @@ class Training:
                 run.passed = None
         self._done(run, Result.of(answer))
 
-    def _break(self, run: Run, result: Result, why: str) -> None:
+    def _break(self, run: Run, error: Exception) -> None:
         """Of a request that has failed in its pass."""
         if _request(run).forward_only:
-            self._done(run, result)
+            self._done(run, Result.of_error(error))
             return
         self._group.zero_grad(_made(run)[0])
-        run.broken, run.trained = f"a forward_backward before it failed ({why})", False
+        run.broken, run.trained = f"a forward_backward before it failed ({error})", False
         was_answered, run.again, run.passed = bool(run.again), [], []
         if not was_answered:
-            self._done(run, result)
+            self._done(run, Result.of_error(error))
 
     def _read(self, readings: Sequence[_Reading]) -> None:
         """Readings of one adapter and one kind in one pass."""
@@ -656,7 +654,7 @@ class Training:
             handle = self.base if first.folder is None else self._reader(first.folder, first.lora)
             result = self._group.forward(handle, [each.scoring.row for each in readings], meta=first.scoring.meta)
             found = [each.scoring.scores(result, index) for index, each in enumerate(readings)]
-        except (GroupFailedError, ClusterLostError):
+        except _LOST:
             raise
         except Exception as error:  # noqa: BLE001 whoever asked is told
             if len(readings) == 1:
@@ -712,10 +710,12 @@ def adam_of(asked: Mapping[str, Any]) -> AdamParams:
     """
     params = asked.get("adam_params")
     if params is None:
-        given = (asked.get("optimizer_params") or {}).get("type", "none")
-        if given != "adamw" and given != "adam":
+        params = asked.get("optimizer_params")
+        given = params.get("type") if isinstance(params, Mapping) else params
+        if given not in ("adamw", "adam"):
             raise UnsupportedError(f"optim_step: optimizer {given!r} is not served here; give adam_params")
-        params = asked["optimizer_params"]
+    if not isinstance(params, Mapping):
+        raise BatchError(f"optim_step: adam_params={params!r}: expected an object")
     return AdamParams(
         lr=params.get("learning_rate", 1e-4),
         betas=(params.get("beta1", 0.9), params.get("beta2", 0.95)),
@@ -723,6 +723,18 @@ def adam_of(asked: Mapping[str, Any]) -> AdamParams:
         weight_decay=params.get("weight_decay", 0.0),
         clip_grad=params.get("grad_clip_norm", 0.0),
     )
+
+
+def _step_of(run: Run) -> tuple[HandleRef, AdamParams]:
+    """Raises what is wrong with a request for a step."""
+    job = run.head
+    assert isinstance(job, Step), "chosen by its kind"
+    tenant, adam = _made(run)[0], adam_of(job.asked)
+    if run.broken:
+        raise BatchError(f"optim_step: nothing was changed, and gradients are dropped: {run.broken}")
+    if not run.trained:
+        raise BatchError("optim_step: no forward_backward since the last step, so there are no gradients")
+    return tenant, adam
 
 
 def _cost(data: Sequence[Datum]) -> int:

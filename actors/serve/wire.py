@@ -61,10 +61,16 @@ _SCHEMA: Mapping[str, Mapping[str, tuple[int, str]]] = {
         "target_prompt_logprobs": (5, "Tensor"),
     },
 }
-_MOST_DATA, _MOST_CELLS = 1 << 16, 1 << 26
-"""Of a request: data, and cells that its sparse arrays have when they are dense. A few bytes can ask for many of both."""
+_MANY: Mapping[int, Any] = {3: {1: {}, 2: {2: {4: None}}}, 5: {}, 7: {}}
+"""What a training request may have many of, by field numbers: data, with chunks and arrays, with sizes; and options."""
+_MOST_PARTS = 1 << 18
+"""Of those. Two bytes of a request make one, which takes a hundred bytes of memory."""
+_MOST_CELLS = 1 << 26
+"""Of the sparse arrays of a request, when they are dense. A few bytes can ask for many."""
 _MOST_DIMENSIONS = 8
 """Of an array. The product of millions of sizes would take hours."""
+_FIXED = {1: 8, 5: 4}
+"""Wire type -> bytes of a number that has always as many."""
 _DTYPES: Mapping[int, np.dtype[Any]] = {1: np.dtype("<f4"), 2: np.dtype("<i8"), 3: np.dtype("<i4")}
 
 
@@ -131,20 +137,13 @@ def read_header(body: bytes) -> tuple[str, int]:
         BatchError: the bytes begin otherwise.
     """
     try:
-        (tag, size), at = (body[0], body[1]), 2
-        if size & 0x80:
-            size, at = (size & 0x7F) | body[2] << 7, 3
+        tag, at = _number(body, 0)
+        size, at = _number(body, at)
         model_id = body[at : at + size].decode()
-        at += size
-        if tag != 0x0A or body[at] != 0x10 or len(model_id) == 0:
+        next_tag, at = _number(body, at + size)
+        if (tag, next_tag) != (0x0A, 0x10) or not model_id:
             raise ValueError("fields 1 and 2 do not come first")
-        seq_id = shift = 0
-        while True:
-            at += 1
-            seq_id |= (body[at] & 0x7F) << shift
-            shift += 7
-            if not body[at] & 0x80:
-                break
+        seq_id, _ = _number(body, at)
         if seq_id >= 1 << 31:
             raise ValueError(f"seq_id {seq_id} has more than 31 bits")
         return model_id, seq_id
@@ -159,20 +158,67 @@ def read_pass(body: bytes) -> PassRequest:
         BatchError: the bytes are no such message, or an array's size is not its shape's.
         UnsupportedError: an input that is no text.
     """
+    try:
+        _count(body, 0, len(body), _MANY)
+    except (IndexError, ValueError) as error:
+        raise BatchError(f"body: {len(body)} bytes are no ForwardBackwardRequest message ({error})") from None
     message = _read("ForwardBackwardRequest", body)
-    tensors = [each for datum in message.data[:_MOST_DATA] for each in datum.loss_fn_inputs.values()]
+    tensors = [each for datum in message.data for each in datum.loss_fn_inputs.values()]
     for each in tensors:
         _check_dimensions("body", each.shape)
     cells = sum(math.prod(map(abs, each.shape)) for each in tensors if each.HasField("sparse_csr"))
-    if len(message.data) > _MOST_DATA or cells > _MOST_CELLS:
-        most = f"{_MOST_DATA} data, {_MOST_CELLS} cells"
-        raise BatchError(f"body: {len(message.data)} data and {cells} cells of sparse arrays; expected at most {most}")
+    if cells > _MOST_CELLS:
+        raise BatchError(f"body: {cells} cells of sparse arrays; expected at most {_MOST_CELLS}")
     # Numbers stand in both maps, texts in the second alone.
     options: dict[str, float | str] = dict(message.loss_fn_config)
     for name, value in message.loss_fn_config_v2.items():
         options[name] = value.text if value.HasField("text") else value.number
     data = [_datum(f"datum {index}", each) for index, each in enumerate(message.data)]
     return PassRequest(message.model_id, message.seq_id, data, message.loss_fn, options, message.forward_only)
+
+
+def _count(body: bytes, at: int, end: int, many: Mapping[int, Any], found: int = 0) -> int:
+    """Parts of the message in ``body[at:end]``, counted before they are made.
+
+    Raises:
+        BatchError: more than :data:`_MOST_PARTS`.
+        IndexError, ValueError: no message, or one with groups, which no field here is.
+    """
+    while at < end:
+        tag, at = _number(body, at)
+        number, kind = tag >> 3, tag & 7
+        if kind == 0:
+            size, (_, after) = 1, _number(body, at)
+        elif kind in _FIXED:
+            size, after = 1, at + _FIXED[kind]
+        elif kind == 2:
+            size, at = _number(body, at)
+            after = at + size
+        else:
+            raise ValueError(f"a field of wire type {kind}")
+        if after > end:
+            raise ValueError("a field that is longer than its message")
+        if number in many:
+            inner = many[number]
+            # Numbers may be packed, of a byte each.
+            found += size if inner is None else 1
+            if found > _MOST_PARTS:
+                raise BatchError(f"body: more than {_MOST_PARTS} data, chunks, arrays and sizes; send fewer data at a time")
+            if inner and kind == 2:
+                found = _count(body, at, after, inner, found)
+        at = after
+    return found
+
+
+def _number(body: bytes, at: int) -> tuple[int, int]:
+    """A number of up to 64 bits, and where what follows it begins."""
+    value = 0
+    for shift in range(0, 70, 7):
+        byte = body[at]
+        value, at = value | (byte & 0x7F) << shift, at + 1
+        if byte < 0x80:
+            return value, at
+    raise ValueError("a number of more than 64 bits")
 
 
 def write_request(request: PassRequest) -> bytes:

@@ -634,7 +634,7 @@ class TrainGroup:
             ranks = self._ranks
             header, refs = ranks.dispatch(title, calls_of(call, self.num_ranks), sent)
             # Without what a future that is held would keep, and nobody asks for.
-            kept = Kept(header, call if isinstance(call, Pass) else b"", sent, *facts, refs, ranks)
+            kept = Kept(header, b"" if isinstance(call, bytes) else call, sent, *facts, refs, ranks)
         else:
             kept = recovery.send(title, call, sent, facts, epoch)
 

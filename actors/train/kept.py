@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, fields, is_dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, NoReturn, Protocol
+from typing import Any, Literal, NamedTuple, NoReturn, Protocol
 
 import xxhash
 from ray import cloudpickle
@@ -20,9 +20,6 @@ from rl_backend.contracts import RLBackendError
 from rl_backend.contracts.atoms import Operation
 from rl_backend.weights.inspection import tensor_digest
 
-if TYPE_CHECKING:
-    from actors.train.passes import Pass
-
 type Role = Literal["builds", "changes", "reads", "pinned"]
 """``builds``: makes or frees a model. ``changes``: its state. ``reads``: leaves all as it is. ``pinned``: means nothing to
 other ranks than those that it was sent to."""
@@ -30,8 +27,24 @@ other ranks than those that it was sent to."""
 type Facts = tuple[Role, frozenset[int], Path | None]
 """How an operation is kept: its role, the keys of its models (none where that is not known), where it saves."""
 
-type Call = bytes | Pass
-"""What ranks are sent, pickled: all of them the same, or each its share of a pass."""
+
+class Spread(Protocol):
+    """A call of which each data-parallel rank gets a share, as :class:`~actors.train.passes.Pass` is one."""
+
+    @property
+    def handle(self) -> HandleRef: ...
+
+    @property
+    def shares(self) -> Sequence[bytes]: ...
+
+    @property
+    def calls(self) -> Sequence[bytes]: ...
+
+    def on(self, handle: HandleRef) -> Spread: ...
+
+
+type Call = bytes | Spread
+"""What ranks are sent, pickled: all of them the same, or each its share."""
 
 # After these no gradients are left that the next step would take.
 _WITHOUT_GRADIENTS = ("optimizer_step", "zero_grad", "load_checkpoint")

@@ -13,7 +13,7 @@ from actors.train.context import HandleRef
 from actors.train.group import TrainGroup
 from actors.train.loss import Loss
 from rl_backend.checkpoint.hf_reader import read_hf_config
-from rl_backend.contracts import ConfigError, Metric, TokenSequence, merge_metrics, text_config
+from rl_backend.contracts import TOKENS_COMPUTED, ConfigError, Metric, TokenSequence, merge_metrics, text_config
 from rl_backend.runtime import RouterReplay
 
 type RouterReplayMode = Literal["off", "R2", "R3"]
@@ -35,7 +35,10 @@ class Update(NamedTuple):
 
 
 def update_metrics(updates: Sequence[Update]) -> dict[str, float]:
-    means = {name: metric.mean for name, metric in merge_metrics([update.metrics for update in updates]).items()}
+    merged = merge_metrics([update.metrics for update in updates])
+    means = {name: metric.mean for name, metric in merged.items()}
+    if TOKENS_COMPUTED in merged:
+        means |= {TOKENS_COMPUTED: merged[TOKENS_COMPUTED].sum, "tokens_trained": merged[TOKENS_COMPUTED].weight}
     norms = [update.grad_norm for update in updates]
     # max() may pass over a NaN.
     return means | {

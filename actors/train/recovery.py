@@ -21,7 +21,6 @@ from actors.train.loss import SentLoss
 from actors.train.memory_boundary import MemoryBoundaries, load_call
 from actors.train.order import Driver, OperationHeader
 from actors.train.outcome import AFTERWARDS
-from actors.train.passes import Pass
 from actors.train.pulse import end_processes
 from rl_backend.checkpoint.durable_commit import discard_draft
 from rl_backend.contracts import (
@@ -515,7 +514,7 @@ class Recovery[R: Ranks]:
 
     def _laid_out(self, call: Call) -> Call:
         """The call for the layout that its model has now."""
-        if isinstance(call, Pass) and (handle := self.models.get(call.handle.key, call.handle)) != call.handle:
+        if not isinstance(call, bytes) and (handle := self.models.get(call.handle.key, call.handle)) != call.handle:
             return call.on(handle)
         return call
 

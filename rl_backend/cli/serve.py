@@ -61,6 +61,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     limits.add_argument(
         "--keep-results", type=float, default=3600.0, metavar="S", help="to be fetched again (default 3600 s)"
     )
+    limits.add_argument("--disk-gib", type=float, metavar="X", help="of one key's checkpoints and snapshots (default: any)")
+    limits.add_argument(
+        "--requests-per-second", type=float, metavar="X", help="of one key, which may save up ten seconds' (default: any)"
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -54,6 +54,7 @@ from rl_backend.contracts.replay import check_routes as check_routes
 from rl_backend.contracts.replay import key_fields as key_fields
 from rl_backend.contracts.replay import route_dtype as route_dtype
 from rl_backend.contracts.replay import route_fields as route_fields
+from rl_backend.contracts.result import TOKENS_COMPUTED as TOKENS_COMPUTED
 from rl_backend.contracts.result import ConfigurableLoss as ConfigurableLoss
 from rl_backend.contracts.result import ForwardResult as ForwardResult
 from rl_backend.contracts.result import Losses as Losses

@@ -34,6 +34,10 @@ class ModelOutput(NamedTuple):
     was_cut: Tensor | None = None
 
 
+TOKENS_COMPUTED = "tokens_computed"
+"""Metric: the tokens that were computed, and as its weight those of the batch; below 1 where prefixes are shared."""
+
+
 class Metric(NamedTuple):
     """A mean as (sum, weight): adding both over micro-batches and ranks keeps the mean right when they are uneven."""
 

@@ -163,7 +163,7 @@ class NativeConfig(BackendConfig):
     reshard_after_forward: Annotated[bool, MAY_CHANGE] = True
     compile: Annotated[bool, MAY_CHANGE] = False
     log_prob_chunk_tokens: Annotated[int, MAY_CHANGE] = Field(default=1024, ge=1)
-    share_prefixes: Annotated[Literal["auto", "off"], MAY_CHANGE] = "off"
+    share_prefixes: Annotated[Literal["auto", "off"], MAY_CHANGE] = "auto"
     pipeline_schedule: Annotated[PipelineSchedule, MAY_CHANGE] = "auto"
     pipeline_layers: Annotated[tuple[int, ...] | None, MAY_CHANGE] = None
     model: str = "auto"

@@ -13,7 +13,7 @@ from rl_backend.data.balance import ATTENTION_CROSSOVER_TOKENS, MicroBatchPlan, 
 from rl_backend.primitive.prefix_tree import PrefixTree
 
 SHORTEST_RUN = 32
-"""Tokens. To share fewer saves less than one more run costs."""
+"""Tokens. To share fewer saves about what one more run costs (row ``shortest`` of ``benchmarks.shared_prefixes``)."""
 
 
 def shared_prefixes(batch: PackedBatch, *, replays: bool, owners: Sequence[int] = ()) -> PrefixTree | None:

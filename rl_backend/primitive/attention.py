@@ -324,7 +324,9 @@ def packed_attention(
     if query.is_meta:
         longest, seen = min(max(segments.query_lens), _WINDOWED_BLOCK), max(segments.key_lens)
         seen = seen if window is None else min(seen, window + _WINDOWED_BLOCK)
-        on_meta: Tensor = _MetaAttention.apply(query, key, value, sinks, longest * (seen + 1))
+        lengths = zip(segments.query_lens, segments.key_lens, strict=True)
+        pairs = query.shape[1] * sum(_pairs(keys, window) - _pairs(keys - own, window) for own, keys in lengths)
+        on_meta: Tensor = _MetaAttention.apply(query, key, value, sinks, longest * (seen + 1), pairs)
         return on_meta
     if window is not None and window >= max(segments.key_lens):
         window = None
@@ -501,15 +503,29 @@ class _SinkAttention(torch.autograd.Function):
         return (*torch.autograd.grad(attended, inputs, grad), None, None, None)
 
 
+def _pairs(keys: int, window: int | None) -> int:
+    """How many scores a sequence of so many tokens has."""
+    whole = keys if window is None else min(keys, window)
+    return whole * (whole + 1) // 2 + whole * (keys - whole)
+
+
+def _count(like: Tensor, products: int) -> None:
+    """For what counts operations on the meta device: as many multiplications, which take no memory there."""
+    one = like.new_empty(1, 1)
+    torch.mm(one.expand(1, products), one.expand(products, 1))
+
+
 class _MetaAttention(torch.autograd.Function):
     """Keeps what flash attention (Dao et al., arXiv 2205.14135) keeps; with sinks it needs a block's scores meanwhile."""
 
     @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, block: int) -> Tensor:
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, block: int, pairs: int) -> Tensor:
         out = query.new_empty(*query.shape[:2], value.shape[-1])
         ctx.save_for_backward(query, key, value, sinks, out, query.new_empty(query.shape[:2], dtype=torch.float32))
         ctx.block = 0 if sinks is None else query.shape[1] * block
+        ctx.pairs = pairs
         query.new_empty(ctx.block)
+        _count(query, pairs * (key.shape[-1] + value.shape[-1]))
         return out
 
     @staticmethod
@@ -517,5 +533,7 @@ class _MetaAttention(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, sinks, *_ = ctx.saved_tensors
         query.new_empty(2 * ctx.block)
+        # Scores once more, and the gradients of scores, queries, keys and values.
+        _count(query, ctx.pairs * (3 * key.shape[-1] + 2 * value.shape[-1]))
         of_sinks = None if sinks is None else torch.empty_like(sinks)
-        return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value), of_sinks, None
+        return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value), of_sinks, None, None

@@ -12,6 +12,7 @@ from torch.utils._pytree import tree_map_only
 
 from rl_backend.contracts import (
     TARGET_IDS,
+    TOKENS_COMPUTED,
     BatchError,
     ForwardResult,
     Head,
@@ -35,9 +36,6 @@ from rl_backend.runtime.interface import REPLAY_MODES, RouterReplay
 
 TOP, CUT = ("top_ids", "top_log_probs"), "was_cut"
 """Outputs that the meta of a batch asks for."""
-
-COMPUTED = "tokens_computed"
-"""Metric: the tokens that were computed, and as its weight those of the batch; below 1 where prefixes are shared."""
 
 
 class PassAdapters(Protocol):
@@ -157,7 +155,7 @@ class PassResults:
                 outputs.setdefault(name, []).extend(part.clone() for part in data[index].split(value))
         # In the order of the request: a pipeline computes them in another.
         losses = [self._losses[index] for index in sorted(self._losses)]
-        computed = merge_metrics([{COMPUTED: each} for each in self._computed.values()])
+        computed = merge_metrics([{TOKENS_COMPUTED: each} for each in self._computed.values()])
         return ForwardResult(
             losses=tuple(torch.stack(losses).tolist()) if losses else (),
             metrics=merge_metrics([_as_metrics(self._metrics[index]) for index in sorted(self._metrics)]) | computed,

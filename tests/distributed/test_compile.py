@@ -42,7 +42,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     "settings",
     [
         {"activation_checkpointing": "full"},
-        {"parallel": {"pp": 2}},
+        pytest.param({"parallel": {"pp": 2}}, marks=pytest.mark.long),
         {"parallel": {"tp": 2}},
         {"parallel": {"cp": 2, "ep": 2}},
     ],

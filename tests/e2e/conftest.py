@@ -34,8 +34,6 @@ from tests.support.rollout import ReferenceTrainer
 from tests.support.served_tenants import CONFIGS, ServedTenants
 
 LEARNED_STEPS = 12
-WARM_STEPS = 450
-"""Of the warm start: fewer than the demo has, and enough that the task can be learned in ten steps."""
 MAX_NUM_SEQS = 120
 """Of ``rollout_pair``."""
 CLUSTER_CPUS = 24
@@ -168,7 +166,7 @@ def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def warm_model(task: Path, ray_cluster: None) -> Path:
     """The demo's model after its warm start."""
-    return warm_start(DemoConfig(warm_start_steps=WARM_STEPS), task, task.parent)
+    return warm_start(DemoConfig(), task, task.parent)
 
 
 @pytest.fixture(scope="session")

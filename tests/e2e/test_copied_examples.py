@@ -18,7 +18,7 @@ from actors.run import RunResult
 from examples import grpo
 from examples.demo.__main__ import DemoConfig, demo_settings
 from rl_backend.contracts import ConfigError
-from tests.support.runs import of_the_run
+from tests.support.runs import differences, of_the_run
 from tests.unit.tree.test_packaging import copy_sources
 
 REWARD = """
@@ -130,8 +130,9 @@ def test_a_run_in_a_session_that_is_open_is_the_run_that_opens_its_own(
         with pytest.raises(StopError):
             grpo.train(config.replace(run_dir=str(tmp_path / name)), session, stop_after(last))
         assert ray.is_initialized() and demo_session.rollout is not None
-        for file in ("metrics.jsonl", "samples.jsonl", "held_out.jsonl"):
-            assert lines(tmp_path / name / file, last) == lines(reference / file, last), file
+        files = ("metrics.jsonl", "samples.jsonl", "held_out.jsonl")
+        found, wanted = ({file: lines(folder / file, last) for file in files} for folder in (tmp_path / name, reference))
+        assert differences(found, wanted) == []
     for changes, message in (
         ({"ranks": 2}, "ranks=1.*the run asks for ranks=2"),
         ({"dtype": "bfloat16"}, "param_dtype='float32'.*the run asks for .*param_dtype='bfloat16'"),

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from rl_backend.algorithm import sft_loss
-from rl_backend.contracts import MetricValue, ModelOutput, OptimizerConfig, PackedBatch
+from rl_backend.contracts import MetricValue, ModelOutput, OptimizerConfig, PackedBatch, TokenSequence
 from rl_backend.runtime.native.engine import NativeRuntime
 from rl_backend.runtime.native.handle import NativeHandle
 from tests.gpu.conftest import MakeRuntime
@@ -61,6 +61,30 @@ def test_gradients_do_not_depend_on_the_split_into_micro_batches(untied_model: P
         runtime.forward_backward(handle, sft_micro_batches(sequences, size), sft_loss)
         norms.append(runtime.optimizer_step(handle).grad_norm)
     assert norms[1] == pytest.approx(norms[0], rel=1e-5)
+
+
+@pytest.mark.parametrize(("param_dtype", "tolerance"), [("float32", 1e-5), ("bfloat16", 3e-2)])
+def test_a_prompt_that_samples_share_trains_as_whole_sequences(
+    untied_model: Path, make_runtime: MakeRuntime, param_dtype: str, tolerance: float
+) -> None:
+    """In bfloat16 with the variable-length kernel, whose queries are then fewer than keys."""
+    whole = random_token_sequences((70, 70, 70, 70), 128)
+    prompt = whole[0].input_ids[:50]
+    sequences = [
+        TokenSequence.from_prompt_and_response(prompt.tolist(), each.input_ids[50 + place :].tolist())
+        for place, each in enumerate(whole)
+    ]
+    found = []
+    for share in ("auto", "off"):
+        runtime = make_runtime(untied_model, param_dtype=param_dtype, share_prefixes=share)
+        handle = runtime.build_model()
+        result = runtime.forward_backward(handle, sft_micro_batches(sequences, size=4), sft_loss)
+        found.append((torch.cat(list(result.output("log_probs"))), runtime.optimizer_step(handle).grad_norm))
+        if share == "auto":
+            assert result.metrics["tokens_computed"] == (50 + 20 + 19 + 18 + 17, 4 * 50 + 20 + 19 + 18 + 17)
+    (shared, norm), (alone, expected) = found
+    torch.testing.assert_close(shared, alone, rtol=0.0, atol=tolerance)
+    assert norm == pytest.approx(expected, rel=tolerance)
 
 
 def test_a_step_on_the_gpu_equals_a_step_on_the_cpu(untied_model: Path, make_runtime: MakeRuntime) -> None:

@@ -1,11 +1,12 @@
 """Libraries and a pretrained model that some tests need, in folders beside ``.venv``: what they pin is not what we pin.
 
-make libraries, or python -m tests.support.libraries [cookbook] [recipes] [gym] [smollm2] [verifiers], installs what is not
-there in the version that is named here; tests that need one are skipped without it.
+make libraries, or python -m tests.support.libraries with some of cookbook, older_tinker, recipes, gym, smollm2 verifiers,
+installs what is not there in the version that is named here; tests that need one are skipped without it.
 """
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import sys
@@ -32,6 +33,8 @@ COOKBOOK = (
     "hpack",
     "hyperframe",
 )
+OLDER_TINKER = ("tinker==0.30.0",)
+"""A second version of the SDK, which finds its dependencies among the cookbook's."""
 RECIPES = ("lxml", "pycryptodomex")
 """What the cookbook's recipes import besides, for their logs."""
 VERIFIERS = ("verifiers[openenv]==0.4.0",)
@@ -45,6 +48,11 @@ _INSTALLED = ".installed"
 def cookbook() -> Path:
     """Makes tinker-cookbook importable in this process, behind all that is installed; skips a test without it."""
     return _importable("cookbook")
+
+
+def sdk_path(older: bool) -> str:
+    """What ``PYTHONPATH`` has for a process with the cookbook's version of Tinker's SDK, or with an older one."""
+    return os.pathsep.join(str(each) for each in (*([_folder("older_tinker")] if older else []), _folder("cookbook")))
 
 
 def gym() -> Path:
@@ -104,6 +112,7 @@ def _in_environment(folder: Path, requirements: Sequence[str]) -> None:
 
 _INSTALL: Mapping[str, tuple[Callable[[Path, Sequence[str]], None], Sequence[str]]] = {
     "cookbook": (_in_folder, COOKBOOK),
+    "older_tinker": (_in_folder, OLDER_TINKER),
     "recipes": (_in_folder, RECIPES),
     "gym": (_with_dependencies, GYM),
     "smollm2": (_by_digest, SMOLLM2),

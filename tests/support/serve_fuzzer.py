@@ -19,14 +19,16 @@ _JUNK: tuple[Any, ...] = (
 _TREES = ('{"a":' * 5000, "[" * 100_000, "", "null", "3", '{"a": NaN}', '{"seq_id": 1e999}', '"', "\xff\xfe")
 
 
-def fuzz(url: str, session: str, run: str, count: int, seed: int, key: str = "tml-local") -> Counter[int]:
+def fuzz(
+    url: str, session: str, run: str, count: int, seed: int, key: str = "tml-local", sampler: str = "s"
+) -> Counter[int]:
     """Sends so many requests, and counts the answers by status.
 
     Args:
-        session, run: known to the server, so that requests come as far as they can.
+        session, run, sampler: known to the server, so that requests come as far as they can.
     """
     generator = random.Random(seed)
-    bodies = _bodies(session, run)
+    bodies = _bodies(session, run, sampler)
     seen: Counter[int] = Counter()
     with httpx.Client(base_url=url, headers={"X-API-Key": key}, timeout=60) as client:
         for _ in range(count):
@@ -45,9 +47,10 @@ def fuzz(url: str, session: str, run: str, count: int, seed: int, key: str = "tm
     return seen
 
 
-def _bodies(session: str, run: str) -> dict[str, dict[str, Any]]:
+def _bodies(session: str, run: str, sampler: str) -> dict[str, dict[str, Any]]:
     of_run = {"model_id": run, "seq_id": 1}
     adam = {"learning_rate": 1e-3, "beta1": 0.9, "eps": 1e-8, "weight_decay": 0.0, "grad_clip_norm": 1.0}
+    few = {"max_tokens": 2}
     prompt = {"chunks": [{"type": "encoded_text", "tokens": [1, 2, 3]}]}
     return {
         "create_session": {"tags": [], "sdk_version": "0.38.0"},
@@ -57,14 +60,15 @@ def _bodies(session: str, run: str) -> dict[str, dict[str, Any]]:
         "optim_step": {**of_run, "adam_params": adam},
         "save_weights": {**of_run, "path": "a"},
         "save_weights_for_sampler": {**of_run, "path": "a"},
+        "save_weights_external": {**of_run, "path": "a", "age_encryption_recipients": ["age1x"]},
         "load_weights": {**of_run, "path": f"tinker://{run}/weights/a", "optimizer": True},
         "weights_info": {"tinker_path": f"tinker://{run}/weights/a"},
         "create_sampling_session": {"session_id": session, "sampling_session_seq_id": 1, "model_path": "tinker://a/b/c"},
-        "asample": {"sampling_session_id": "s", "seq_id": 0, "prompt": prompt, "num_samples": 2, "sampling_params": {}},
+        "asample": {"sampling_session_id": sampler, "seq_id": 0, "prompt": prompt, "num_samples": 2, "sampling_params": few},
         "retrieve_future": {"request_id": "x", "allow_metadata_only": True},
         "retrieve_futures": {"target": {"sampling_session_id": "s", "cloned_sampler_id": 1}, "prev_cursor": 0, "timeout": 0},
         "cancel_future": {"request_id": "x"},
-        "join_sampling_session": {"sampling_session_id": "s"},
+        "join_sampling_session": {"sampling_session_id": sampler},
         "telemetry": {"events": []},
     }
 

@@ -57,6 +57,7 @@ def bridge_memory(
         param_dtype=options.param_dtype,
         activation_checkpointing="full" if options.recompute_granularity == "full" else "none",
         log_prob_chunk_tokens=options.log_prob_chunk_tokens,
+        share_prefixes="off",
     )
     model = describe_model(config.hf_path, native, workload.head)
     check_model_layout(model.family, model.architecture, native)

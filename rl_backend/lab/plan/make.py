@@ -11,12 +11,13 @@ from rl_backend.checkpoint.hf_reader import read_hf_config
 from rl_backend.contracts import BatchError, ConfigError, NativeConfig, ParallelConfig, RuntimeConfig, UnsupportedError
 from rl_backend.lab.plan.bridge import bridge_memory
 from rl_backend.lab.plan.memory import COMPONENTS, PHASES, Phase, RankMemory, Workload
-from rl_backend.lab.plan.native import MASTER_BYTES, engine_slot_bytes, native_memory
+from rl_backend.lab.plan.native import MASTER_BYTES, engine_slot_bytes, native_memory, why_prompts_are_repeated
 from rl_backend.lab.text import count, table
 from rl_backend.model import find_model, model_positions
 from rl_backend.model.blocks import CacheBytes
 from rl_backend.model.decoder_spec import DecoderSpec
 from rl_backend.runtime.bridge.config import BridgeConfig
+from rl_backend.runtime.native.layout import describe_model
 from rl_backend.runtime.registry import check_config
 
 GPUS_OF_A_NODE = 8
@@ -35,6 +36,7 @@ class Plan:
     ranks: memory of each pipeline rank.
     sync_bytes: of all weights that one weight sync sends.
     engine_slots: bytes that each vLLM engine takes for the adapters of LoRA tenants.
+    repeats_prompts: why prompts are computed for each of their samples; empty where they are computed once.
     sequence_cache: what an engine keeps of one sequence while it generates; None where the model does not say.
     """
 
@@ -45,6 +47,7 @@ class Plan:
     ranks: Sequence[RankMemory]
     sync_bytes: int
     engine_slots: int = 0
+    repeats_prompts: str = ""
     sequence_cache: CacheBytes | None = None
 
     @property
@@ -67,7 +70,12 @@ class Plan:
     def step_bytes(self) -> int:
         """Of the data of a step, which a driver keeps to run it again."""
         work = self.workload
-        return self.data_parallel_size * work.num_micro_batches * work.micro_batch_tokens * _TOKEN_BYTES
+        return self.data_parallel_size * work.num_micro_batches * self.sequence_tokens * _TOKEN_BYTES
+
+    @property
+    def sequence_tokens(self) -> int:
+        """Of all sequences of a micro-batch: more than are computed where prompts are computed once."""
+        return self.workload.micro_batch(shares_prompts=not self.repeats_prompts).num_tokens
 
     def largest(self, phase: Phase) -> RankMemory:
         return max(self.ranks, key=lambda rank: rank.total(phase, self.workload.offload))
@@ -101,7 +109,12 @@ def make_plan(config: RuntimeConfig, num_ranks: int, workload: Workload) -> Plan
     slots = engine_slot_bytes(weights, config, workload) if workload.tenants else 0
     dp_size = config.backend_cfg.parallel.data_parallel_size(num_ranks)
     sync_bytes = sum(weight.nbytes for weight in weights)
-    return Plan(config, num_ranks, workload, dp_size, ranks, sync_bytes, slots, _sequence_cache(config, workload))
+    repeats = f"backend={config.backend!r}"
+    if config.backend == "native":
+        native = config.options(NativeConfig)
+        repeats = why_prompts_are_repeated(describe_model(config.hf_path, native, workload.head), native, workload)
+    cache = _sequence_cache(config, workload)
+    return Plan(config, num_ranks, workload, dp_size, ranks, sync_bytes, slots, repeats, cache)
 
 
 def _within_positions(workload: Workload, config: RuntimeConfig) -> Workload:
@@ -191,6 +204,8 @@ def as_text(plan: Plan, device_bytes: int | None, fitting: Plan | None) -> str:
         sizes = [[rank.total(phase, work.offload) for phase in PHASES] for rank in plan.ranks]
         totals = [(str(index), *map(amount, each)) for index, each in enumerate(sizes)]
         lines += _table(f"{unit} of pipeline rank", totals)
+    if work.samples_per_prompt > 1:
+        lines.append(_prompts_text(plan))
     if plan.config.backend == "bridge":
         lines.append("activations are those of Megatron's own layers; Transformer Engine's keep less")
     if flops := max(rank.flops for rank in plan.ranks):
@@ -243,6 +258,7 @@ def as_json(plan: Plan, device_bytes: int | None, fitting: Plan | None) -> dict[
         "engine_slots": plan.engine_slots,
         "state_bytes": plan.state_bytes,
         "step_bytes": plan.step_bytes,
+        "sequence_tokens": plan.sequence_tokens,
         "sequence_cache": None if plan.sequence_cache is None else plan.sequence_cache._asdict(),
         "peak": {phase: plan.peak(phase) for phase in PHASES},
         "ranks": [
@@ -263,6 +279,16 @@ def as_json(plan: Plan, device_bytes: int | None, fitting: Plan | None) -> dict[
         facts |= {"device_bytes": device_bytes, "fits": not over, "phases_over": over}
         facts["suggestion"] = None if fitting is None else as_json(fitting, device_bytes, None)
     return facts
+
+
+def _prompts_text(plan: Plan) -> str:
+    work = plan.workload
+    if plan.repeats_prompts:
+        return f"prompts are computed for each of their {work.samples_per_prompt} samples, because of {plan.repeats_prompts}"
+    return (
+        f"prompts of {work.prompt_length} tokens are computed once for up to {work.samples_per_prompt} samples: a "
+        f"micro-batch has {plan.sequence_tokens} tokens of sequences"
+    )
 
 
 def _table(title: str, rows: Sequence[tuple[str, ...]]) -> list[str]:

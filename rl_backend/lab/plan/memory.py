@@ -6,10 +6,10 @@ from typing import Annotated, Literal, NamedTuple, Self
 
 import torch
 from pydantic import Field, model_validator
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from rl_backend.contracts import ConfigError, HasEffect, Head, PackedBatch
+from rl_backend.contracts import TARGET_IDS, ConfigError, HasEffect, Head, PackedBatch
 from rl_backend.contracts.atoms import Part
 from rl_backend.contracts.base_config import BaseConfig
 from rl_backend.contracts.lora import LoRAConfig
@@ -93,6 +93,9 @@ class RankMemory(PassMemory):
         return sum(self.phase(phase, offload).values())
 
 
+_OF_PROMPTS = HasEffect(lambda work: work.prompt_length, "is of prompts, and prompt_length=0; set that too")
+
+
 class Workload(BaseConfig):
     """One step of training, and the offload and weight sync around it.
 
@@ -100,6 +103,10 @@ class Workload(BaseConfig):
         sequence_length: tokens of every sequence; by default 4096, or as many as the model has positions.
         micro_batch_tokens: tokens of every micro-batch.
         num_micro_batches: of a step, on each data-parallel rank.
+        prompt_length: tokens that every sequence begins with, and that are not trained.
+        samples_per_prompt: sequences that begin with the same ones. The native runtime computes these once, and
+            ``micro_batch_tokens`` are then those that are computed.
+        trains_prompts: count log-probs of prompts all the same, as an upper bound where prompts may be shorter.
         head: what the model ends in.
         calculate_entropy: whether the loss takes the entropy.
         offload: parts that are in host memory when they are not used.
@@ -112,6 +119,9 @@ class Workload(BaseConfig):
     sequence_length: int = Field(default=4096, ge=1)
     micro_batch_tokens: int = Field(default=8192, ge=1)
     num_micro_batches: int = Field(default=8, ge=1)
+    prompt_length: int = Field(default=0, ge=0)
+    samples_per_prompt: Annotated[int, _OF_PROMPTS] = Field(default=1, ge=1)
+    trains_prompts: Annotated[bool, _OF_PROMPTS] = False
     head: Head = "log_probs"
     calculate_entropy: Annotated[
         bool, HasEffect(lambda work: work.head == "log_probs", "head={0.head!r} has no entropy; leave it out")
@@ -132,14 +142,31 @@ class Workload(BaseConfig):
                 self.sequence_length,
                 f"does not fit into micro_batch_tokens={self.micro_batch_tokens}; sequences are never split: raise that",
             )
+        if self.prompt_length >= self.sequence_length:
+            problem = f"leaves no token of sequence_length={self.sequence_length} to train; use less"
+            raise ConfigError.of("Workload.prompt_length", self.prompt_length, problem)
         return self
 
-    def micro_batch(self) -> PackedBatch:
-        """Zeros in as many whole sequences as fit, and a shorter one."""
-        whole, rest = divmod(self.micro_batch_tokens, self.sequence_length)
-        seq_lens = torch.tensor([self.sequence_length] * whole + [rest] * (rest > 0))
-        tokens = torch.zeros(self.micro_batch_tokens, dtype=torch.int64)
-        return PackedBatch(tokens, seq_lens, meta={"calculate_entropy": self.calculate_entropy})
+    def micro_batch(self, *, shares_prompts: bool = False) -> PackedBatch:
+        """As many whole sequences as fit, and a shorter one; all tokens differ but those of a prompt and its samples.
+
+        ``shares_prompts``: prompts are computed once for their samples.
+        """
+        sequences, targets, first, end = list[Tensor](), list[Tensor](), 0, self.micro_batch_tokens
+        while first < end:
+            prompt = torch.arange(first, min(first + self.prompt_length, end))
+            first += len(prompt)
+            for sample in range(self.samples_per_prompt if shares_prompts else 1):
+                answer = torch.arange(first, min(first + self.sequence_length - self.prompt_length, end))
+                if sample and not len(answer):
+                    break
+                first += len(answer)
+                sequences.append(torch.cat((prompt, answer)))
+                targets.append(torch.cat((torch.full_like(prompt[1:], -100), answer, answer.new_tensor([-100]))))
+        lengths, meta = torch.tensor([*map(len, sequences)]), {"calculate_entropy": self.calculate_entropy}
+        trained = self.trains_prompts or not self.prompt_length
+        fields = {} if trained else {TARGET_IDS: torch.cat(targets)}
+        return PackedBatch(torch.cat(sequences), lengths, fields, meta=meta)
 
 
 class ParameterSize(NamedTuple):

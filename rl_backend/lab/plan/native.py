@@ -16,6 +16,7 @@ from torch.utils.flop_counter import flop_registry
 
 from rl_backend.checkpoint.hf_reader import read_hf_config
 from rl_backend.contracts import (
+    TARGET_IDS,
     NativeConfig,
     PackedBatch,
     RuntimeConfig,
@@ -26,6 +27,7 @@ from rl_backend.contracts import (
     text_config,
 )
 from rl_backend.contracts.lora import ENGINE_RANKS, LoRAConfig, engine_slots
+from rl_backend.data.prefixes import SHORTEST_RUN, shared_prefixes
 from rl_backend.lab.plan.memory import PassMemory, RankMemory, ShardedStage, Workload
 from rl_backend.lora.modules import AdaptedModule, modules_of_rank, select_modules
 from rl_backend.lora.rows import TenantRows, factors_of, lay_out_row
@@ -35,12 +37,19 @@ from rl_backend.pipeline import Action, Kind, make_schedule
 from rl_backend.primitive.adapters import AdapterRun
 from rl_backend.primitive.backward import put_off_weight_gradients
 from rl_backend.primitive.float32 import round_parameters
-from rl_backend.primitive.log_prob import logits_chunk_bytes
+from rl_backend.primitive.log_prob import IGNORE_LABEL, logits_chunk_bytes
 from rl_backend.runtime.export_stream import plan_buckets
 from rl_backend.runtime.native.adapters import held_modules
 from rl_backend.runtime.native.build import build_module
 from rl_backend.runtime.native.forward_backward import RankBatch, lay_out
-from rl_backend.runtime.native.layout import ModelDescription, algorithm, describe_model, model_stages, schedule_name
+from rl_backend.runtime.native.layout import (
+    ModelDescription,
+    algorithm,
+    describe_model,
+    model_stages,
+    schedule_name,
+    why_unshared,
+)
 
 
 class StageMemory(NamedTuple):
@@ -69,6 +78,7 @@ def measure_stage(
     hidden_size: int | None,
     *,
     splits_backward: bool,
+    shares_prefixes: bool = False,
     tenant: TenantRows | None = None,
 ) -> StageMemory:
     """Runs ``batch``, which is on the CPU, forward and backward on this rank of ``groups``.
@@ -77,17 +87,25 @@ def measure_stage(
         module: on the meta device, in the dtype that it computes in, not sharded by FSDP; keeps no gradients from here on.
         hidden_size: of what the stage before puts out; None for the first stage.
         splits_backward: into a pass for the inputs and one for the weights.
+        shares_prefixes: tokens with which several sequences begin are computed once.
         tenant: on the meta device, a LoRA tenant that all tokens belong to; parameters are frozen then.
     """
 
     def runs(sequence_rows: Sequence[int]) -> tuple[AdapterRun, ...]:
         return () if tenant is None else (tenant.run(0, sum(sequence_rows), None),)
 
-    on_cpu = lay_out(batch, replace(groups, device=torch.device("cpu")), 1, runs=runs, trains_second=True)
-    layout = on_cpu.layout
+    tree = shared_prefixes(batch, replays=False) if shares_prefixes else None
+    on_cpu = lay_out(batch, replace(groups, device=torch.device("cpu")), 1, runs=runs, trains_second=True, tree=tree)
+    layout, inputs = on_cpu.layout, on_cpu.inputs
+    if TARGET_IDS in batch.token_fields:
+        # The meta device knows no labels, and would make logits of all tokens.
+        wanted = (inputs.labels != IGNORE_LABEL).nonzero().squeeze(1)
+        of_rows = wanted if inputs.of_rows is None else inputs.of_rows[wanted]
+        inputs = inputs._replace(labels=inputs.labels[wanted], of_rows=of_rows, head_adapters=runs([len(wanted)]))
     rank_batch = RankBatch(
-        tree_map_only(Tensor, lambda tensor: tensor.to(META), on_cpu.inputs),
+        tree_map_only(Tensor, lambda tensor: tensor.to(META), inputs),
         None if layout is None else replace(layout, places=layout.places.to(META)),
+        None if on_cpu.of_tokens is None else on_cpu.of_tokens.to(META),
     )
     parameters = list(module.parameters())
     trained = [each for each in parameters if each.requires_grad]
@@ -163,6 +181,7 @@ def most_in_flight(actions: Iterable[Action], stages: Mapping[int, StageMemory])
 
 _FLOPS: Mapping[Any, Callable[..., int]] = {
     **flop_registry,
+    torch.ops.aten.addmm_: flop_registry[torch.ops.aten.addmm],
     # Of (..., N, N) and (..., N, M): a multiplication and an addition for each element below or on the diagonal.
     torch.ops.aten.linalg_solve_triangular: lambda matrix, *_, out_val, **__: out_val.numel() * matrix.shape[-1],
 }
@@ -279,6 +298,16 @@ def native_memory(
     return found, weights
 
 
+def why_prompts_are_repeated(model: ModelDescription, native: NativeConfig, workload: Workload) -> str:
+    """What keeps a micro-batch from having each prompt once; empty where nothing does."""
+    if workload.tenants:
+        # They share what is in a micro-batch, which is planned by whole sequences.
+        return f"tenants={workload.tenants}"
+    if workload.prompt_length < SHORTEST_RUN:
+        return f"prompt_length={workload.prompt_length}, below {SHORTEST_RUN}"
+    return why_unshared(model.family, model.architecture, native)
+
+
 def rank_actions(native: NativeConfig, num_micro_batches: int) -> list[list[Action]]:
     """What each pipeline rank does in a training pass."""
     name, parallel = schedule_name(native), native.parallel
@@ -301,7 +330,8 @@ def rank_stages(
     measured: dict[int, StageMemory] = {}
     adaptable: dict[str, AdaptedModule] = {}
     names = model.weight_names if workload.tenants else None
-    batch = workload.micro_batch()
+    shares = not why_prompts_are_repeated(model, native, workload)
+    batch = workload.micro_batch(shares_prompts=shares)
     # The first of its ranks: its shards are as large as any.
     with fake_rank(parallel, pipeline_rank * (num_ranks // parallel.pp), num_ranks) as groups:
         stages = model_stages(model.family, model.architecture, native, pipeline_rank)
@@ -324,7 +354,7 @@ def rank_stages(
                 adapted = [module for module in held.values() if workload.lora.selects(module.name, module.kind)]
                 tenant = _tenant(workload.lora, adapted)
             measured[number] = measure_stage(
-                plain, batch, groups, hidden_size, splits_backward=splits_backward, tenant=tenant
+                plain, batch, groups, hidden_size, splits_backward=splits_backward, shares_prefixes=shares, tenant=tenant
             )
     chunk = 0
     if workload.head == "log_probs" and any(part is None or part.last for part in parts.values()):

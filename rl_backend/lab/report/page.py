@@ -86,6 +86,9 @@ def _facts(data: RunData) -> list[tuple[str, str]]:
     return facts if elapsed is None else [*facts, ("time", duration(elapsed))]
 
 
+_COMPUTED = "tokens_computed", "tokens_trained"
+
+
 def _results(data: RunData) -> list[tuple[str, str]]:
     found = []
     before, after = data.summary.get("held_out_reward_before"), data.summary.get("held_out_reward_after")
@@ -102,6 +105,9 @@ def _results(data: RunData) -> list[tuple[str, str]]:
     version = data.metrics.get("weight_version")
     if version is not None:
         found.append(("weight version", short(version.values[-1])))
+    computed, trained = (sum(data.metrics[name].finite) if name in data.metrics else 0.0 for name in _COMPUTED)
+    if 0 < computed < trained:
+        found.append(("computed tokens", f"{computed / trained:.0%} of those trained"))
     return found
 
 

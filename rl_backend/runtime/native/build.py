@@ -110,7 +110,7 @@ def build_handle(
         model=model,
         stages=stages,
         micro_batch_multiple=layout.micro_batch_multiple(native),
-        shares_prefixes=layout.shares_prefixes(name, family, architecture, native),
+        shares_prefixes=not layout.why_unshared(family, architecture, native),
         has_outputs=has_outputs,
         stage_copies=stage_copies,
         parameters=parameters,

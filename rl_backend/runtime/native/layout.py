@@ -1,6 +1,5 @@
 """Layout of a model over ranks: its description, stages, checks, and the place of each parameter."""
 
-import logging
 from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -28,8 +27,6 @@ from rl_backend.parallel.groups import ParallelGroups
 from rl_backend.parallel.shards import ShardLayout, layout_of
 from rl_backend.pipeline.catalog import Algorithm, require_stages
 from rl_backend.pipeline.schedule import split_layers
-
-logger = logging.getLogger(__name__)
 
 
 class ModelDescription(NamedTuple):
@@ -85,20 +82,17 @@ def micro_batch_multiple(config: NativeConfig) -> int:
     return max(found.micro_batches_per_rank, int(found.whole_groups)) * config.parallel.pp or 1
 
 
-def shares_prefixes(name: str, family: ModelFamily, architecture: Any, config: NativeConfig) -> bool:
-    """Whether the model called ``name`` computes shared prefixes once; a warning says why not where that is asked."""
-    if config.share_prefixes == "off":
-        return False
+def why_unshared(family: ModelFamily, architecture: Any, config: NativeConfig) -> str:
+    """What keeps a model from computing shared prefixes once; empty where nothing does."""
     reasons = {
+        f"share_prefixes={config.share_prefixes!r}": config.share_prefixes == "off",
         f"cp={config.parallel.cp}": config.parallel.cp > 1,
         f"model={family.name!r}": family.why_unshared is None,
     }
     found = [reason for reason, holds in reasons.items() if holds]
     if family.why_unshared is not None and (why := family.why_unshared(architecture, config.model_cfg)):
         found.append(why)
-    if found:
-        logger.warning("share_prefixes='auto': %r computes every sequence by itself, because of %s", name, ", ".join(found))
-    return not found
+    return ", ".join(found)
 
 
 def has_last_stage(config: NativeConfig, pp_rank: int) -> bool:

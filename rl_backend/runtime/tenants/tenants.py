@@ -10,6 +10,7 @@ from rl_backend.checkpoint.manifest import TrainingManifest
 from rl_backend.checkpoint.state_in_memory import StateSource
 from rl_backend.checkpoint.training_state import StateTensors, on_every_rank
 from rl_backend.contracts import (
+    TOKENS_COMPUTED,
     VALUE_HEAD_WEIGHTS,
     AdamParams,
     BatchError,
@@ -33,7 +34,7 @@ from rl_backend.runtime.engine import Engine
 from rl_backend.runtime.export_stream import WeightStream, require_known_names
 from rl_backend.runtime.handle import GuardedHandle
 from rl_backend.runtime.interface import RouterReplay
-from rl_backend.runtime.passes import COMPUTED, PassRequest
+from rl_backend.runtime.passes import PassRequest
 from rl_backend.runtime.tenants.handle import TenantHandle, TenantOptimizer, require_tenant, step_tenants
 from rl_backend.runtime.tenants.passes import (
     LossOfTenants,
@@ -234,8 +235,8 @@ class Tenants:
             for key, failure in loss.failures.items() if tenants.trains else ():
                 tenants.by_id[key].broken = f"its loss raised {failure}, so its gradients are incomplete"
         # By number until here: names may contain each other.
-        of_all = {name: metric for name, metric in result.metrics.items() if name == COMPUTED}
-        own = {name: metric for name, metric in result.metrics.items() if name != COMPUTED}
+        of_all = {name: metric for name, metric in result.metrics.items() if name == TOKENS_COMPUTED}
+        own = {name: metric for name, metric in result.metrics.items() if name != TOKENS_COMPUTED}
         metrics = {**metrics_by_name(own, tenants), **of_all}
         return ForwardResult(result.losses, metrics, result.outputs, results_of_tenants(loss, tenants, data, result))
 

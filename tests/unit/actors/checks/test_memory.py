@@ -221,4 +221,6 @@ def test_a_plan_is_of_the_runs_own_work(monkeypatch: pytest.MonkeyPatch, number:
     assert (runtime.backend_cfg.param_dtype, work.sync_dtype, work.head) == (dtype, dtype, "log_probs")
     assert runtime.backend_cfg.device == ("auto" if number else "cpu")
     assert work.num_micro_batches >= 2 and (work.tenants, adapters.tenants) == (0, 1)
+    # The prompt of as many samples as the run draws, cut to what the model has positions for.
+    assert (work.prompt_length, work.samples_per_prompt, work.trains_prompts) == (299, config.sampling.n, True)
     assert adapters.lora.rank == 4 and adapters.head == "log_probs" and of_adapters.backend_cfg.param_dtype == "float32"

@@ -159,6 +159,8 @@ def test_metrics_of_updates_are_weighted_means_and_the_worst_norm() -> None:
     ]
     found = update_metrics(updates)
     assert found == {"a": 0.7, "only": 0.25, "grad_norm": 5.0, "step_ok": 2 / 3, "next_lr": 0.1}
+    counted = [Update({"tokens_computed": Metric(*each)}, True, 1.0, 0.1) for each in ((300.0, 900.0), (50.0, 60.0))]
+    assert {"tokens_computed": 350.0, "tokens_trained": 960.0}.items() <= update_metrics(counted).items()
     # Whether NaN is larger than a number depends on their order.
     for place in range(3):
         broken = [*updates]

@@ -263,4 +263,6 @@ def test_fewest_ranks_are_those_of_a_layout() -> None:
         check_fewest("SFTConfig", ParallelConfig(tp=2), 4, 3)
     with pytest.raises(ConfigError, match=r"^SFTConfig.min_ranks=6: the group has 4 ranks; use at most that"):
         check_fewest("SFTConfig", ParallelConfig(tp=2), 4, 6)
+    with pytest.raises(ConfigError, match=r"^TrainGroup\.min_ranks=1: recover=off ends the group at the first death"):
+        TrainGroup(RuntimeConfig(hf_path="m"), 2, min_ranks=1)
     assert layout(4, tp=2).describe() == "4 ranks (dp=2, tp=2)" and layout(1).describe() == "1 rank"

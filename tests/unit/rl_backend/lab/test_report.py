@@ -218,7 +218,8 @@ def test_the_page_loads_nothing_and_may_not(tmp_path: Path) -> None:
 def test_the_headline_says_how_the_run_went(tmp_path: Path) -> None:
     run = {"state": "finished", "started": "2026-01-01T10:00:00+00:00", "ended": "2026-01-01T12:30:00+00:00"}
     summary = {"held_out_reward_before": 0.3871, "held_out_reward_after": 0.979}
-    metrics = {"reward": 0.5, "log_prob_gap": 4e-7, "weight_version": 3.0}
+    metrics = {"reward": 0.5, "log_prob_gap": 4e-7, "weight_version": 3.0, "tokens_computed": 30.0}
+    metrics["tokens_trained"] = 80.0
     page = report(write_run(tmp_path, 3, lambda step: metrics, summary=summary, run=run, config={"steps": 5}))
     tiles = {tile.one("small").text: tile.one("b").text for tile in page.all("div", class_="tile")}
     assert tiles == {
@@ -228,6 +229,7 @@ def test_the_headline_says_how_the_run_went(tmp_path: Path) -> None:
         "reward": "0.5",
         "largest log-prob gap": "4.0e-07 nats",
         "weight version": "3",
+        "computed tokens": "38% of those trained",
         "time": "2 h 30 min",
     }
 

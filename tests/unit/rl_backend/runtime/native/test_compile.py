@@ -116,7 +116,7 @@ def test_what_of_a_layer_can_be_compiled_computes_the_same(family: str, tmp_path
 
 def test_shared_prefixes_and_recomputation_are_compiled_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prefixes, "SHORTEST_RUN", 1)
-    path = write_moe("qwen3_moe, dense layers between", tmp_path)
+    path = write_tiny("qwen3", tmp_path, **SMALL)
     batches = [
         pack(
             [

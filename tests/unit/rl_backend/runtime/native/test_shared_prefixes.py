@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -11,6 +10,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_flatten
 
 from rl_backend.contracts import (
     TARGET_IDS,
@@ -23,15 +23,18 @@ from rl_backend.contracts import (
     TokenSequence,
 )
 from rl_backend.contracts.lora import LORA_FIELD
-from rl_backend.data import pack, prefixes
+from rl_backend.data import MicroBatchPlan, pack, plan_micro_batches, plan_shared, prefixes, restore_order
 from rl_backend.model.decoder_spec import MTPNames, MTPSpec
 from rl_backend.model.input import each_prediction_once
 from rl_backend.model.options import DecoderOptions
-from rl_backend.runtime.native.layout import describe_model, shares_prefixes
+from rl_backend.runtime.native.forward_backward import _rank_batch
+from rl_backend.runtime.native.handle import NativeHandle
+from rl_backend.runtime.native.layout import describe_model, why_unshared
+from rl_backend.runtime.passes import PassRequest
 from tests.support.deepseek import write_latent
 from tests.support.models import write_tiny
 from tests.support.moe import write_moe
-from tests.support.native import assert_near, gradients, open_in_float64, open_runtime, relative_difference
+from tests.support.native import assert_near, gradients, open_in_float64, open_runtime, relative_difference, weights
 from tests.support.qwen3_5 import write_qwen3_5, write_qwen3_next
 from tests.support.random_trees import distinct_beginnings, sequences_of_a_tree
 from tests.support.sparse_models import write_sparse
@@ -72,10 +75,17 @@ class Computed(NamedTuple):
     gradients: Mapping[str, Tensor]
 
 
-def compute(path: Path, batches: Sequence[PackedBatch], /, head: Any = "log_probs", **settings: Any) -> list[Computed]:
+def compute(
+    path: Path,
+    batches: Sequence[PackedBatch],
+    /,
+    head: Any = "log_probs",
+    share_prefixes: str = "off",
+    **settings: Any,
+) -> list[Computed]:
     """Each batch by itself, forward and backward, in float64."""
     found = []
-    with open_in_float64(path, **settings) as runtime:
+    with open_in_float64(path, share_prefixes=share_prefixes, **settings) as runtime:
         handle = runtime.build_model(head=head)
         for batch in batches:
             runtime.zero_grad(handle)
@@ -212,7 +222,7 @@ def test_replayed_routes_decide_what_is_shared(models: Mapping[str, Path]) -> No
         assert differing.sum > same.metrics["tokens_computed"].sum
 
 
-def test_only_computed_tokens_count_and_without_shared_ones_nothing_changes(models: Mapping[str, Path]) -> None:
+def test_only_computed_tokens_count(models: Mapping[str, Path]) -> None:
     prompt = torch.arange(40)
     sequences = [torch.cat((prompt, torch.tensor([index, 3]))) for index in range(4)]
     with open_runtime(models["qwen3"], share_prefixes="auto", max_tokens=48) as runtime:
@@ -222,30 +232,67 @@ def test_only_computed_tokens_count_and_without_shared_ones_nothing_changes(mode
         assert result.metrics["tokens_computed"] == (48, 168)
         with pytest.raises(BatchError, match=r"^micro-batch 0 has 50 tokens; max_tokens_per_micro_batch=48; split it"):
             runtime.forward_backward(handle, [batch_of([*sequences, torch.cat((prompt, prompt[:2]))])], weighted_loss)
-    different = [torch.arange(index, index + 40) for index in range(3)]
-    found = []
-    for share in ("auto", "off"):
-        with open_runtime(models["qwen3"], share_prefixes=share) as runtime:
-            handle = runtime.build_model()
-            result = runtime.forward_backward(handle, [batch_of(different)], weighted_loss)
-            found.append((torch.cat(list(result.output("log_probs"))), *gradients(handle).values()))
-    assert all(torch.equal(first, second) for first, second in zip(*found, strict=True))
 
 
-def test_what_shares_nothing_says_why(models: Mapping[str, Path], caplog: pytest.LogCaptureFixture) -> None:
-    def shares(share: str = "auto", *, takes_trees: bool = True, **options: Any) -> bool:
-        native = NativeConfig(share_prefixes=share, **options)
+@pytest.mark.shows("runtime: where no sequences begin alike, a model gets the same input bit for bit as without sharing")
+@pytest.mark.parametrize("family", ["qwen3", "gpt_oss", "qwen3_5"])
+def test_without_shared_beginnings_a_model_gets_the_same_input(models: Mapping[str, Path], family: str) -> None:
+    # 31 equal tokens are too few.
+    alike = [torch.cat((torch.arange(31), torch.arange(index, index + 9))) for index in range(3)]
+    for sequences in (alike, [torch.arange(index, index + 40) for index in range(3)]):
+        batch, inputs, found = batch_of(sequences), list[Any](), list[list[Tensor]]()
+        for share in ("auto", "off"):
+            with open_runtime(models[family], share_prefixes=share) as runtime:
+                handle = runtime.build_model()
+                inputs.append(_rank_batch(handle, PassRequest([batch], None, True), 0, batch, None).inputs)
+                result = runtime.forward_backward(handle, [batch], weighted_loss)
+                found.append([*result.output("log_probs"), *gradients(handle).values()])
+        (leaves, structure), (others, other) = map(tree_flatten, inputs)
+        assert structure == other and sum(isinstance(leaf, Tensor) for leaf in leaves) >= 6
+        for one, two in zip(leaves, others, strict=True):
+            assert torch.equal(one, two) if isinstance(one, Tensor) else one == two
+        assert all(torch.equal(first, second) for first, second in zip(*found, strict=True))
+
+
+@pytest.mark.shows(
+    "runtime: ratios of the first of several updates are 1 but for rounding, where its groups are divided elsewhere"
+)
+@pytest.mark.parametrize("share", ["auto", "off"])
+def test_ratios_begin_at_1_where_an_update_divides_groups_elsewhere(models: Mapping[str, Path], share: str) -> None:
+    """Three groups of a step need four micro-batches, so that one of them is divided; the two of its first update do not."""
+    drawn = torch.Generator().manual_seed(0)
+    prompts = [torch.randint(0, 128, (40,), generator=drawn) for _ in range(3)]
+    sequences = [torch.cat((ids, torch.randint(0, 128, (12,), generator=drawn))) for ids in prompts for _ in range(8)]
+
+    def plan(rows: Sequence[Tensor]) -> MicroBatchPlan:
+        shared = plan_shared(rows, 1, 136, multiple_of=2) if share == "auto" else None
+        return shared or plan_micro_batches([len(ids) for ids in rows], 1, 136, multiple_of=2)
+
+    def log_probs(runtime: Any, handle: Any, rows: Sequence[Tensor]) -> list[Tensor]:
+        packed = [batch_of([rows[index] for index in each]) for each in plan(rows).micro_batches[0]]
+        packed = [PackedBatch(each.input_ids, each.seq_lens) for each in packed]
+        result = runtime.forward_backward(handle, packed, None, forward_only=True)
+        return restore_order(plan(rows), [list(result.output("log_probs"))])
+
+    if share == "auto":
+        sizes = [sorted(map(len, plan(rows).micro_batches[0])) for rows in (sequences, sequences[:16])]
+        assert sizes == [[4, 4, 8, 8], [8, 8]]
+    with open_runtime(models["qwen3"], share_prefixes=share) as runtime:
+        handle = runtime.build_model()
+        old, new = log_probs(runtime, handle, sequences)[:16], log_probs(runtime, handle, sequences[:16])
+    ratios = torch.cat([(one - other).exp() for one, other in zip(new, old, strict=True)])
+    assert float((ratios - 1).abs().max()) < 1e-5
+
+
+def test_what_shares_nothing_says_why(models: Mapping[str, Path]) -> None:
+    def why(*, takes_trees: bool = True, **options: Any) -> str:
+        native = NativeConfig(**options)
         family, architecture, *_ = describe_model(models["qwen3"], native, "log_probs")
         family = family if takes_trees else dataclasses.replace(family, why_unshared=None)
-        return shares_prefixes("policy", family, architecture, native)
+        return why_unshared(family, architecture, native)
 
-    with caplog.at_level(logging.WARNING):
-        assert shares() and not shares("off", takes_trees=False) and not caplog.records
-        assert not shares(parallel={"cp": 2}, takes_trees=False)
-    (record,) = caplog.records
-    assert record.getMessage() == (
-        "share_prefixes='auto': 'policy' computes every sequence by itself, because of cp=2, model='qwen3'"
-    )
+    assert why() == "" and why(share_prefixes="off") == "share_prefixes='off'"
+    assert why(parallel={"cp": 2}, takes_trees=False) == "cp=2, model='qwen3'"
     spec = describe_model(models["qwen3"], NativeConfig(), "log_probs").architecture
     assert (
         spec.why_unshared(None) == ""
@@ -342,3 +389,27 @@ def test_tenants_share_among_their_own_sequences_and_change_no_bit_of_others(mod
     assert all(torch.equal(value, alone["middle"][each]) for each, value in shared["middle"].items())
     by_itself = train_tenants(models["qwen3"], "auto", ["narrow"])["narrow"]
     assert all(torch.equal(value, shared["narrow"][each]) for each, value in by_itself.items())
+
+
+@pytest.mark.shows("runtime: with shared prefixes a run that continues from a checkpoint is the same to the last bit")
+def test_a_run_that_continues_is_the_same_to_the_last_bit(models: Mapping[str, Path], tmp_path: Path) -> None:
+    drawn = torch.Generator().manual_seed(0)
+    steps = []
+    for seed in range(2):
+        prompt = torch.randint(0, 128, (50,), generator=drawn)
+        answers = [torch.cat((prompt, torch.randint(0, 128, (9,), generator=drawn))) for _ in range(4)]
+        steps.append([batch_of(answers, seed)])
+    with open_runtime(models["qwen3_5"]) as runtime:
+
+        def trained(handle: NativeHandle, step: int) -> dict[str, Tensor]:
+            runtime.zero_grad(handle)
+            result = runtime.forward_backward(handle, steps[step], weighted_loss)
+            assert result.metrics["tokens_computed"] == (86, 236) and runtime.optimizer_step(handle).ok
+            return weights(handle)
+
+        handle, again = runtime.build_model(), runtime.build_model()
+        trained(handle, 0)
+        runtime.save_checkpoint(handle, tmp_path / "saved")
+        expected = trained(handle, 1)
+        runtime.load_checkpoint(again, tmp_path / "saved")
+        assert all(torch.equal(value, expected[name]) for name, value in trained(again, 1).items())
