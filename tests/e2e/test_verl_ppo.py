@@ -5,8 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import pyarrow
-import pyarrow.parquet
 import pytest
 import torch
 
@@ -101,25 +99,6 @@ def test_grpo_trains_and_leaves_a_checkpoint(options: dict[str, Any], tmp_path: 
     check_steps(found)
     check_kl(found)
     assert (tmp_path / "checkpoints/global_step_2/actor/training_state/manifest.json").is_file()
-
-
-@pytest.mark.long
-@pytest.mark.shows("verl: main_ppo with actor.use_prefix_grouper keeps groups on one of two ranks and computes prompts once")
-def test_grpo_computes_the_prompt_of_a_group_once(options: dict[str, Any], tmp_path: Path) -> None:
-    rows = pyarrow.parquet.read_table(options["train_files"]).to_pylist()
-    for row in rows:
-        # 40 tokens, which no other prompt begins with.
-        row["prompt"][0]["content"] = f"{row['extra_info']['index']:07}+" * 5 + row["prompt"][0]["content"]
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "long.parquet")
-    grouper = "actor_rollout_ref.actor.use_prefix_grouper=True +actor_rollout_ref.ref.megatron.use_prefix_grouper=True"
-    longer = {**options, "train_files": str(tmp_path / "long.parquet"), "max_prompt_tokens": 48, "ranks": 2}
-    found = run_trainer(
-        train, RLOptions(**longer, run_dir=str(tmp_path / "run"), backend="native", overrides=f"{QUICK} {grouper}")
-    )
-    check_steps(found)
-    check_kl(found)
-    # 4 answers of up to 8 tokens; two of them on each rank, as verl balances sequences, would be more than half.
-    assert all(0.2 < metrics["actor/shared_prefixes/computed_fraction"] < 0.45 for metrics in found.values())
 
 
 @pytest.mark.long
