@@ -154,10 +154,10 @@ def require_one_session(shared: SampledConfig, users: Mapping[str, SampledConfig
     opened = _leaves(shared.model_dump(mode="json", include=_OF_ALL_RUNS))
     saves = any(user.save_every for user in users.values())
     for name, user in users.items():
-        asked = _leaves(user.model_dump(mode="json", include=_OF_ALL_RUNS))
+        asked, kind = _leaves(user.model_dump(mode="json", include=_OF_ALL_RUNS)), type(user)
         wrong: list[tuple[str, Any, str]] = [
             (
-                options_of(type(user)).name_of(place),
+                f"{kind.__name__}.{options_of(kind).name_of(place)}",
                 asked.get(place),
                 f"is {opened.get(place)!r} for all users; set it for all",
             )
@@ -166,14 +166,12 @@ def require_one_session(shared: SampledConfig, users: Mapping[str, SampledConfig
         ]
         if saves and not user.save_every and user.recover != "memory":
             problem = "others save checkpoints, and a dead rank's tenants are recovered together; set it, or recover=memory"
-            wrong.append(("save_every", 0, problem))
+            wrong.append((f"{kind.__name__}.save_every", 0, problem))
         if user.longest_sampled > shared.rollout.max_model_len:
             problem = f"its sequences have up to {user.longest_sampled} tokens; set it for all"
-            wrong.append(("rollout.max_model_len", shared.rollout.max_model_len, problem))
+            wrong.append((f"{kind.__name__}.rollout.max_model_len", shared.rollout.max_model_len, problem))
         if wrong:
-            kind = type(user).__name__
-            error = ConfigError.of_all([(f"{kind}.{option}", *rest) for option, *rest in wrong])
-            raise ConfigError(f"user {name!r}: {error}")
+            raise ConfigError(f"user {name!r}: {ConfigError.of_all(wrong)}")
 
 
 @contextmanager

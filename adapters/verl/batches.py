@@ -17,7 +17,15 @@ from verl.utils.py_functional import append_to_dict
 from verl.workers.engine.utils import detach_tree, prepare_micro_batches
 
 from adapters.verl.options.settings import RouterReplayMode
-from rl_backend.contracts import BatchError, ForwardResult, ModelOutput, PackedBatch, RLBackendError, UnsupportedError
+from rl_backend.contracts import (
+    TOKENS_COMPUTED,
+    BatchError,
+    ForwardResult,
+    ModelOutput,
+    PackedBatch,
+    RLBackendError,
+    UnsupportedError,
+)
 from rl_backend.contracts.replay import ROUTES, ROUTES_LAYERS, ROUTES_MASK, route_fields
 from rl_backend.data import compared_tokens, plan_micro_batches, plan_shared
 from rl_backend.data.chat_template import TEXT_ALONE
@@ -353,6 +361,6 @@ def as_verl_output(result: ForwardResult, batch: MicroBatches, loss: MicroBatchL
     masks = [each.token_fields[ROUTES_MASK] for each in batch.packed if ROUTES_MASK in each.token_fields]
     if loss is not None and masks:
         metrics["router_replay/replayed_fraction"] = [float(torch.cat(masks).float().mean())]
-    if loss is not None and "tokens_computed" in result.metrics:
-        metrics["shared_prefixes/computed_fraction"] = [result.metrics["tokens_computed"].mean]
+    if loss is not None and TOKENS_COMPUTED in result.metrics:
+        metrics["shared_prefixes/computed_fraction"] = [result.metrics[TOKENS_COMPUTED].mean]
     return {"model_output": model_output, "loss": list(result.losses), "metrics": metrics}
