@@ -161,7 +161,9 @@ class RunCheckpoints:
 
     def draft(self, step: int) -> Path:
         """The directory that holds the checkpoint of ``step``, and files beside its models, until it is committed."""
-        path, newest = self._path(step), max(self.steps(), default=-1)
+        path = self._path(step)
+        with written_to(self.root):
+            newest = max(self.steps(), default=-1)
         if newest >= step:
             raise CheckpointError(
                 f"{self.root} has a checkpoint of step {newest}, so one of step {step} would not be its newest; remove "

@@ -32,8 +32,8 @@ def write_run(
     return folder
 
 
-# What tells of faults, and what depends on what engines have served before.
-_NOT_COMPARED = ("engines/", "recovery/", "environment_share", "prompt_tokens_cached")
+# What tells of faults, what depends on what engines have served before, and what is told of other metrics or of the disk.
+_NOT_COMPARED = ("engines/", "recovery/", "environment_share", "prompt_tokens_cached", "warnings")
 # The rest of a batch is sampled in other company when an engine is lost, which rounds its log-probs.
 _ROUNDING = 1e-5
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 import errno
 import math
 import os
+import resource
 import shutil
 from pathlib import Path
 
 import pytest
 
 from actors.folder.checkpoints import RunCheckpoint, RunCheckpoints, read_run_checkpoint
-from rl_backend.contracts import CheckpointError, ConfigError
+from rl_backend.contracts import CheckpointError, ConfigError, RunFolderError
 from tests.support.kills import killed_at
 
 
@@ -194,6 +195,17 @@ def test_a_damaged_checkpoint_is_refused_and_no_earlier_one_is_taken_in_its_plac
         checkpoints.latest()
     shutil.rmtree(tmp_path / "step-00000004")
     assert latest(checkpoints).step == 2
+
+
+def test_a_process_without_file_descriptors_says_what_it_could_not_do(tmp_path: Path) -> None:
+    checkpoints = committed(tmp_path, 2)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (0, hard))
+        with pytest.raises(RunFolderError, match="Too many open files"):
+            checkpoints.draft(4)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 def test_what_is_not_complete_is_not_committed(tmp_path: Path) -> None:
