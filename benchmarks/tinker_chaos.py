@@ -106,14 +106,13 @@ class Client:
         found = [self._result(each) for each in (passed, stepped, kept, snapshot) if each]
         if found[0] is not None:
             self._compare(found[0]["loss"])
-        if None in found:
-            return False
-        if samples and not self._sample(found[-1]["sampling_session_id"]):
+        answers = [each for each in found if each is not None]
+        if len(answers) < len(found) or (samples and not self._sample(answers[-1]["sampling_session_id"])):
             return False
         self._step += 1
         self.rounds += 1
         if saves:
-            self._path, self._saved = found[2]["path"], self._step
+            self._path, self._saved = answers[2]["path"], self._step
         return True
 
     def _compare(self, loss: float) -> None:
