@@ -103,18 +103,16 @@ class Client:
         saves, samples = self._step % _SAVES == _SAVES - 1, self._step % _SAMPLES == 0
         kept = self._next("save_weights", path=f"step{self._step}", ttl_seconds=1800) if saves else ""
         snapshot = self._next("save_weights_for_sampler", sampling_session_seq_id=self._step) if samples else ""
-        asked = [each for each in (passed, stepped, kept, snapshot) if each]
-        found = [each for each in map(self._result, asked) if each is not None]
-        if found and "loss" in found[0]:
+        found = [self._result(each) for each in (passed, stepped, kept, snapshot) if each]
+        if found[0] is not None:
             self._compare(found[0]["loss"])
-        if len(found) < len(asked):
-            return False
-        if samples and not self._sample(found[-1]["sampling_session_id"]):
+        answers = [each for each in found if each is not None]
+        if len(answers) < len(found) or (samples and not self._sample(answers[-1]["sampling_session_id"])):
             return False
         self._step += 1
         self.rounds += 1
         if saves:
-            self._path, self._saved = found[2]["path"], self._step
+            self._path, self._saved = answers[2]["path"], self._step
         return True
 
     def _compare(self, loss: float) -> None:
