@@ -49,7 +49,6 @@ RECIPES: dict[str, Mapping[str, Any]] = {
             "group_size": 8,
             "groups_per_batch": 12,
             "max_tokens": 5,
-            "learning_rate": 3e-3,
             "loss_fn": "importance_sampling",
             "save_every": 5,
             "eval_every": 0,
@@ -142,7 +141,7 @@ def learned(name: str, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         raise SystemExit(f"{name}: none of {', '.join(_REWARDS)} is among {', '.join(rows[0])}")
     curve = [row[key] for row in rows if key in row]
     found: dict[str, Any] = {"steps": len(curve), "metric": key, "curve": [round(each, 4) for each in curve]}
-    found |= {"first": statistics.mean(curve[:5]), "last": statistics.mean(curve[-5:])}
+    found |= {"first": curve[0], "last": statistics.mean(curve[-5:])}
     for version in ("v1", "v2"):
         values = [abs(row[of]) for row in rows if (of := f"optim/kl_sample_train_{version}") in row]
         if values:
