@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import pytest
 import torch
 import torch.distributed as dist
-
-from rl_backend.contracts import RuntimeConfig
-from rl_backend.runtime.native.engine import NativeRuntime, native_runtime
 
 if TYPE_CHECKING:
     from adapters.verl.engine import RuntimeEngine
@@ -43,14 +39,12 @@ def open_engine(
     router_replay: str = "disabled",
     async_save: bool = False,
     lora: Mapping[str, Any] | None = None,
-    exact: bool = False,
     **engine: Any,
 ) -> Iterator[RuntimeEngine]:
     """An engine that verl's registry would build from these configurations, initialised.
 
     Args:
         lora: fields of verl's model configuration.
-        exact: masters, passes and gradients are float64, which no configuration can ask for.
     """
     from adapters.verl.cpu_platform import register
 
@@ -59,7 +53,6 @@ def open_engine(
     from verl.workers.config import HFModelConfig, McoreOptimizerConfig
     from verl.workers.config.engine import EngineRouterReplayConfig
 
-    from adapters.verl import engine as module
     from adapters.verl.engine import LanguageModelEngine, ValueModelEngine
     from adapters.verl.engine_config import RLBackendEngineConfig
 
@@ -72,25 +65,17 @@ def open_engine(
         **engine,
     )
     optimizer = {"lr": 1e-3, "lr_decay_style": "linear", "total_training_steps": 10, **(optimizer or {})}
-    with ExitStack() as undo:
-        if exact:
-            undo.enter_context(pytest.MonkeyPatch.context()).setattr(module, "create_runtime", _in_float64)
-            undo.callback(torch.set_default_dtype, torch.get_default_dtype())
-            torch.set_default_dtype(torch.float64)
-        made = (LanguageModelEngine if head == "language_model" else ValueModelEngine)(
-            HFModelConfig(path=str(model), load_tokenizer=False, model_type=head, **(lora or {})),
-            config,
-            None if config.forward_only else McoreOptimizerConfig(**optimizer),
-            CheckpointConfig(save_contents=list(contents), load_contents=list(contents), async_save=async_save),
-        )
-        undo.callback(made.close)
+    made = (LanguageModelEngine if head == "language_model" else ValueModelEngine)(
+        HFModelConfig(path=str(model), load_tokenizer=False, model_type=head, **(lora or {})),
+        config,
+        None if config.forward_only else McoreOptimizerConfig(**optimizer),
+        CheckpointConfig(save_contents=list(contents), load_contents=list(contents), async_save=async_save),
+    )
+    try:
         made.initialize()
         yield made
-
-
-def _in_float64(config: RuntimeConfig) -> NativeRuntime:
-    exact = config.backend_cfg.model_copy(update={"param_dtype": "float64", "reduce_dtype": "float64"})
-    return native_runtime(config.model_copy(update={"backend_cfg": exact}))
+    finally:
+        made.close()
 
 
 def mean_loss(engine: RuntimeEngine, output: Mapping[str, Any]) -> float:

@@ -248,7 +248,7 @@ FAULTS = [
         "adapters.verl.batches:_fewest",
         "plan = plan_shared(sequences, 1, max_tokens, multiple_of=multiple)",
         "plan = None",
-        ("test_groups_stay_together_and_what_they_share_counts_once", "test_groups_train_as_whole_sequences"),
+        ("test_groups_stay_together_and_what_they_share_counts_once",),
         "groups would be spread over micro-batches, and computed again in each",
     ),
     Fault(
