@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from actors.cluster.processes import driver_mark
 from actors.folder import state as state_module
 from actors.folder import watcher
 from actors.folder.lock import RunLock
@@ -129,11 +130,14 @@ def test_a_watcher_gives_up_at_its_time(tmp_path: Path, monkeypatch: pytest.Monk
         monkeypatch.setattr(watcher, name, seconds)
     monkeypatch.setattr(signal, "signal", lambda *_: None)
     monkeypatch.setattr(os, "read", lambda *_: b"")
+    drivers: list[str] = []
+    monkeypatch.setattr(watcher, "end_what_is_left", drivers.append)
     running(tmp_path, "me")
     with RunLock(tmp_path):
-        watcher.watch(str(tmp_path), "me")
+        watcher.watch(str(tmp_path), "me", "7-9")
         assert written(tmp_path)["state"] == "running"
-    watcher.watch(str(tmp_path), "me")
+    watcher.watch(str(tmp_path), "me", "7-9")
+    assert drivers == ["7-9"] * 2
     assert written(tmp_path)["state"] == "killed"
     assert written(tmp_path)["ended"].endswith("+00:00") and len(written(tmp_path)["ended"]) == 25
 
@@ -163,7 +167,7 @@ def test_a_watch_is_told_of_the_folder_and_its_process_and_ends_with_the_run(
     first.start()
     assert len(open_files() - before) == 1
     ((command, options),) = asked
-    assert command == [sys.executable, "-I", "-S", watcher.__file__, str(tmp_path), first.process]
+    assert command == [sys.executable, "-I", "-S", watcher.__file__, str(tmp_path), first.process, driver_mark()]
     assert (options["start_new_session"], options["check"], options["cwd"]) == (True, True, "/")
     second.start()
     state_module._close_all()
