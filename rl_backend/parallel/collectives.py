@@ -152,7 +152,7 @@ _FORMS: dict[str, Callable[[Tensor, dist.ProcessGroup], Tensor]] = {
     "gather same": _gathered,
     "scatter": _scattered,
     "sum": _summed,
-    "own": lambda x, group: _own_rows(x, group).clone(),
+    "own": lambda x, group: _own_rows(x, group).clone(memory_format=torch.contiguous_format),
 }
 _BACKWARD = {"gather": "scatter", "gather same": "own", "scatter": "gather", "sum": "sum"}
 
