@@ -18,6 +18,7 @@ from actors.options.sampled_config import RLConfig, RunConfig, SampledConfig
 from actors.rollout.config import positions_of
 from actors.rollout.placement import with_share
 from rl_backend.contracts import BatchError, ConfigError, NativeConfig, RLBackendError, RuntimeConfig, UnsupportedError
+from rl_backend.data.prefixes import KEYS_OF_A_TOKEN
 from rl_backend.lab.doctor.machine import read_memory
 from rl_backend.lab.plan.make import GIB, Plan, make_plan
 from rl_backend.lab.plan.memory import Workload
@@ -185,9 +186,14 @@ def _plan(config: RunConfig, model: RunModel, gpus: int) -> Plan:
         **lora,
     )
     if isinstance(config, RLConfig):
-        # Attention keeps the keys and values of a prompt for each of its samples, whoever computes them.
-        prompt = min(config.max_prompt_tokens, work.sequence_length - 1)
-        work = work.replace(prompt_length=prompt, samples_per_prompt=config.sampling.n, trains_prompts=True)
+        # Attention keeps the keys and values of a prompt for each of its samples, most with answers so short that a
+        # micro-batch has as many keys as it may.
+        prompt, n = min(config.max_prompt_tokens, work.sequence_length - 1), config.sampling.n
+        shares = isinstance(options, NativeConfig) and options.share_prefixes == "auto"
+        if shares and (more := n + 1 - KEYS_OF_A_TOKEN) > 0:
+            answer = max(prompt * more // (n * (KEYS_OF_A_TOKEN - 1)), 1)
+            work = work.replace(sequence_length=min(work.sequence_length, prompt + answer))
+        work = work.replace(prompt_length=prompt, samples_per_prompt=n, trains_prompts=True)
     return _make_plan(runtime, config.ranks, work)
 
 

@@ -16,6 +16,10 @@ SHORTEST_RUN = 32
 """Tokens. To share fewer saves about what one more run costs (row ``shortest`` of ``benchmarks.shared_prefixes``)."""
 
 
+KEYS_OF_A_TOKEN = 8
+"""Attention keeps the keys of whole paths: a micro-batch has at most so many for each token that it may have."""
+
+
 def shared_prefixes(batch: PackedBatch, *, replays: bool, owners: Sequence[int] = ()) -> PrefixTree | None:
     """The tree of a micro-batch; None where no sequences begin with the same :data:`SHORTEST_RUN` tokens.
 
@@ -96,16 +100,16 @@ def plan_shared(
 ) -> MicroBatchPlan | None:
     """As :func:`~rl_backend.data.balance.plan_micro_batches`, where tokens that sequences of a micro-batch share count once.
 
-    Sequences that share stay together, unless that is more than ``max_tokens``, leaves a rank without a micro-batch, or
-    leaves ranks with so uneven work that to compute the shared tokens again costs less. Arguments are those of :func:`grow`.
-    None where nothing is shared, or no such plan is found.
+    Sequences that share stay together, unless that is more than ``max_tokens``, or keys for :data:`KEYS_OF_A_TOKEN` times
+    as many, leaves a rank without a micro-batch, or leaves ranks with so uneven work that to compute the shared tokens again
+    costs less. Arguments are those of :func:`grow`. None where nothing is shared, or no such plan is found.
     """
     tree = grow(sequences)
     parts = _fitting_parts(sequences, tree, max_tokens) if tree.shares else []
     best: tuple[float, _MicroBatches] | None = None
     while parts:
         work = [part.work for part in parts]
-        found = fewest_micro_batches([part.rows for part in parts], work, dp_size, max_tokens, multiple_of)
+        found = fewest_micro_batches([part.room for part in parts], work, dp_size, max_tokens, multiple_of)
         if found is not None:
             # Ranks wait for each other after every micro-batch.
             cost = sum(max(sum(work[part] for part in of_rank) for of_rank in column) for column in zip(*found, strict=True))
@@ -118,8 +122,13 @@ def plan_shared(
         parts.remove(largest)
         parts += [_Part.of(sequences, half) for half in largest.halves]
     # What parts of one group share in a micro-batch is not counted above, and may end runs earlier than in each.
-    rows = [grow([sequences[index] for index in each]).num_rows for rank in (best[1] if best else ()) for each in rank]
-    return None if best is None or max(rows) > max_tokens else MicroBatchPlan(best[1])
+    rooms = [_room(grow([sequences[index] for index in each])) for rank in (best[1] if best else ()) for each in rank]
+    return None if best is None or max(rooms) > max_tokens else MicroBatchPlan(best[1])
+
+
+def _room(tree: PrefixTree) -> int:
+    """What a micro-batch takes of its tokens: those that are computed, or as many as its keys are for."""
+    return max(tree.num_rows, -(-sum(tree.key_lens) // KEYS_OF_A_TOKEN))
 
 
 type _MicroBatches = tuple[tuple[tuple[int, ...], ...], ...]
@@ -129,14 +138,14 @@ class _Part(NamedTuple):
     """Sequences that stay together, the rows that are computed of them, and the work, as of a whole sequence elsewhere."""
 
     members: list[int]
-    rows: int
+    room: int
     work: float
 
     @classmethod
     def of(cls, sequences: Sequence[Tensor], members: list[int]) -> Self:
         tree = grow([sequences[index] for index in members])
         squares = sum(keys**2 - (keys - own) ** 2 for own, keys in zip(tree.lengths, tree.key_lens, strict=True))
-        return cls(members, tree.num_rows, tree.num_rows + squares / ATTENTION_CROSSOVER_TOKENS)
+        return cls(members, _room(tree), tree.num_rows + squares / ATTENTION_CROSSOVER_TOKENS)
 
     @property
     def halves(self) -> list[list[int]]:
@@ -160,7 +169,7 @@ def _fitting_parts(sequences: Sequence[Tensor], tree: PrefixTree, max_tokens: in
     parts = list[_Part]()
     while waiting:
         part = _Part.of(sequences, waiting.pop())
-        if part.rows <= max_tokens:
+        if part.room <= max_tokens:
             parts.append(part)
         elif len(part.members) > 1:
             waiting += reversed(_cut(part.members, shared))

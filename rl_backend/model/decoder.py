@@ -358,10 +358,11 @@ def parallelize(module: nn.Module, groups: ParallelGroups, config: NativeConfig)
     if module.mtp is not None:
         units.append(module.mtp)
         layers.append(cast(DecoderLayer, module.mtp.layer))
-    if config.compile:
+    if config.compile and groups.device.type != "meta":  # a plan's layers run as they are
         require_compiler()
         done = [layer.compile_parts(groups, config) for layer in layers]
-        if not any(done):
+        # A pipeline's stage may have none of them: another one has.
+        if not any(done) and groups.pp_group.size() == 1:
             raise ConfigError.of(
                 "NativeConfig.compile",
                 True,

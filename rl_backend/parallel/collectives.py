@@ -8,8 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
-
-_groups: dict[str, dist.ProcessGroup] = {}
+from torch.distributed.distributed_c10d import _resolve_process_group
 
 # torch 2.13 has new names for these two and warns of the old ones.
 all_gather_into: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -128,7 +127,6 @@ class RankOperators:
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group, self.name = group, group.group_name
-        _groups[self.name] = group
 
     def all_gather(self, x: Tensor, *, sum_gradients: bool) -> Tensor:
         """:func:`all_gather`, in compiled code too."""
@@ -159,12 +157,12 @@ _BACKWARD = {"gather": "scatter", "gather same": "own", "scatter": "gather", "su
 
 @torch.library.custom_op("rl_backend::over_ranks", mutates_args=(), schema="(Tensor x, str how, str group) -> Tensor")
 def _over_ranks(x: Tensor, how: str, group: str) -> Tensor:
-    return _FORMS[how](x, _groups[group])
+    return _FORMS[how](x, _resolve_process_group(group))
 
 
 @_over_ranks.register_fake
 def _(x: Tensor, how: str, group: str) -> Tensor:
-    size, rows = _groups[group].size(), x.shape[0]
+    size, rows = _resolve_process_group(group).size(), x.shape[0]
     of_all = {"gather": rows * size, "gather same": rows * size, "sum": rows}
     return x.new_empty(of_all.get(how, rows // size), *x.shape[1:])
 

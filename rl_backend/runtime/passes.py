@@ -158,7 +158,7 @@ class PassResults:
         computed = merge_metrics([{TOKENS_COMPUTED: each} for each in self._computed.values()])
         return ForwardResult(
             losses=tuple(torch.stack(losses).tolist()) if losses else (),
-            metrics=merge_metrics([_as_metrics(self._metrics[index]) for index in sorted(self._metrics)]) | computed,
+            metrics=computed | merge_metrics([_as_metrics(self._metrics[index]) for index in sorted(self._metrics)]),
             outputs={**outputs, **routes},
         )
 

@@ -147,6 +147,17 @@ def test_a_group_without_room_is_cut_between_its_branches() -> None:
     assert plan is not None and sorted(computed(plan, sequences)[0]) == [360, 520]
 
 
+def test_a_micro_batch_keeps_no_more_keys_than_it_has_room_for() -> None:
+    """Where nearly all of every sequence is one prompt, few tokens are computed, and attention keeps the keys of all."""
+    sequences = group(1, 64, 200, 5)
+    plan = plan_shared(sequences, 1, 520)
+    assert plan is not None
+    for micro_batch in plan.micro_batches[0]:
+        tree = grow([sequences[index] for index in micro_batch])
+        assert 2000 < sum(tree.key_lens) <= 8 * 520
+    assert computed(plan, sequences) == [[280] * 4], "520 were enough for 64 sequences"
+
+
 def test_plans_are_todays_where_nothing_is_shared_or_there_is_no_room() -> None:
     assert plan_shared([torch.arange(index, index + 50) for index in range(4)], 1, 100) is None
     assert plan_shared(group(1, 2), 1, 49) is None, "a sequence alone is too long"

@@ -104,6 +104,7 @@ FAMILIES: dict[str, tuple[Callable[[Path], Path], int]] = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("family", FAMILIES)
 def test_what_of_a_layer_can_be_compiled_computes_the_same(family: str, tmp_path: Path) -> None:
     write, attending = FAMILIES[family]
@@ -134,6 +135,7 @@ def test_shared_prefixes_and_recomputation_are_compiled_too(tmp_path: Path, monk
     assert_same(run, train(path, batches, **settings))
 
 
+@pytest.mark.long
 def test_hooks_see_what_compiled_layers_compute(tmp_path: Path) -> None:
     path, batches = write_tiny("qwen3", tmp_path, **SMALL), batches_of(LENGTHS[:2])
 
@@ -148,6 +150,7 @@ def test_hooks_see_what_compiled_layers_compute(tmp_path: Path) -> None:
     torch.testing.assert_close(found, activations())
 
 
+@pytest.mark.long
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile on a CPU needs g++")
 def test_generated_code_trains_within_float32(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import torch._dynamo
