@@ -178,9 +178,17 @@ FAULTS = [
         "plans would count logits that nobody asks for",
     ),
     Fault(
+        "keys-of-a-micro-batch-without-a-bound",
+        "rl_backend.data.prefixes:_room",
+        "return max(tree.num_rows, -(-sum(tree.key_lens) // KEYS_OF_A_TOKEN))",
+        "return tree.num_rows",
+        ("test_a_micro_batch_keeps_no_more_keys_than_it_has_room_for",),
+        "many short answers to a long prompt would take many times the memory that is planned",
+    ),
+    Fault(
         "keys-of-samples-not-in-the-choice-of-a-micro-batch",
         "actors.checks.memory:_plan",
-        "work = work.replace(prompt_length=prompt, samples_per_prompt=config.sampling.n, trains_prompts=True)",
+        "work = work.replace(prompt_length=prompt, samples_per_prompt=n, trains_prompts=True)",
         "work = work.replace(prompt_length=prompt, trains_prompts=True)",
         ("test_a_plan_is_of_the_runs_own_work[0]",),
         "a run would choose micro-batches that do not fit, where prompts are long and groups large",
