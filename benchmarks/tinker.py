@@ -303,7 +303,7 @@ def main() -> None:
                 for name in names:
                     record({name: {**parts[name](served.url, folder), "machine": machine()}}, folder)
     if "chaos" in chosen:
-        with serving([*server_command(folder), "--restart"]) as served:
+        with serving([*server_command(folder), "--restart", "--keep-results", "86400"]) as served:
             record({"chaos": {**chaos(served, folder, arguments.kills), "machine": machine()}}, folder)
 
 

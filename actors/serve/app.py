@@ -60,7 +60,8 @@ async def owner_of(request: Request) -> str:
     owner = server.store.owner_of(key) if server.store.has_keys else "local"
     if owner is None:
         raise HTTPException(401, "the key is not known; rl-backend serve --new-key NAME makes one")
-    if wait := server.rates.wait(owner):
+    # A client that asks too often must not lose its session by it.
+    if not request.url.path.endswith("/session_heartbeat") and (wait := server.rates.wait(owner)):
         message = f"more than {server.limits.requests_per_second:g} requests a second; ask again"
         raise HTTPException(429, message, {"Retry-After": str(math.ceil(wait))})
     return owner
@@ -84,6 +85,7 @@ def make_app(server: Server) -> FastAPI:
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         sweeping = asyncio.create_task(server.sweep())
         yield
+        server.sampling.close()
         sweeping.cancel()
         with suppress(asyncio.CancelledError):
             await sweeping

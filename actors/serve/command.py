@@ -5,12 +5,13 @@ from __future__ import annotations
 import argparse
 import ipaddress
 import logging
+import math
 import socket
 import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, closing, contextmanager, nullcontext
 from logging.handlers import RotatingFileHandler
 from pathlib import Path
 
@@ -18,6 +19,7 @@ import uvicorn
 
 from actors.cluster.placement import share_cluster
 from actors.cluster.session import ray_session
+from actors.folder.lock import RunLock
 from actors.options.config import check_ranks, resolve_dtype
 from actors.rollout.config import RolloutConfig, positions_of
 from actors.rollout.group.group import RolloutGroup
@@ -68,8 +70,8 @@ def serve(options: argparse.Namespace) -> int:
     """
     for name in ("disk_gib", "requests_per_second"):
         value = getattr(options, name)
-        if value is not None and not value > 0:
-            raise ConfigError.of(name, value, "expected more than 0")
+        if value is not None and not 0 < value < math.inf:
+            raise ConfigError.of(name, value, "expected a finite number above 0")
     if options.check:
         with tempfile.TemporaryDirectory() as state, _listening("127.0.0.1", 0) as listener:
             serve_at(listener, argparse.Namespace(**{**vars(options), "state": Path(state)}))
@@ -93,9 +95,14 @@ def serve_at(listener: socket.socket, options: argparse.Namespace, up: Callable[
         up: called when it serves; whoever gives it starts the server again, so training that has ended ends this.
 
     Raises:
+        ConfigError: another server has the state folder.
         ServerLostError: ranks or engines have ended for good, and ``up`` is given.
     """
-    store = Store(options.state)
+    with closing(Store(options.state)) as store, _alone(store.folder):
+        _serve_from(store, listener, options, up)
+
+
+def _serve_from(store: Store, listener: socket.socket, options: argparse.Namespace, up: Callable[[], None] | None) -> None:
     log = RotatingFileHandler(store.folder / "requests.jsonl", maxBytes=_LOG_BYTES, backupCount=1, encoding="utf-8")
     request_log.setLevel(logging.INFO)
     request_log.propagate = False
@@ -124,7 +131,17 @@ def serve_at(listener: socket.socket, options: argparse.Namespace, up: Callable[
     finally:
         request_log.removeHandler(log)
         log.close()
-        store.close()
+
+
+@contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    """Holds a state folder: a second server would end the requests of the first, and delete what it has saved."""
+    try:
+        lock = RunLock(folder)
+    except ConfigError as error:
+        raise ConfigError.of("state", str(folder), "another server has it; give each its own") from error
+    with lock:
+        yield
 
 
 @contextmanager

@@ -39,7 +39,6 @@ def keep_serving(serve: Serve, listener: socket.socket, options: argparse.Namesp
     while True:
         up = spawn.Event()
         process = spawn.Process(target=_serve, args=(serve, listener, options, up), name="server")
-        process.start()
         status = _status(process)
         if up.is_set():
             served, failed = True, 0
@@ -53,14 +52,18 @@ def keep_serving(serve: Serve, listener: socket.socket, options: argparse.Namesp
 
 
 def _status(process: BaseProcess) -> int:
-    """Of the process when it ends; a signal to this one ends it first."""
+    """Runs the process to its end; a signal to this one ends it first, within 20 seconds. A second one ends it at once."""
     try:
+        process.start()
         process.join()
     except BaseException:
-        # Ctrl-C reaches both; SIGTERM only this one.
-        process.terminate()
-        process.join(60)
-        process.kill()
+        if process.pid is not None:
+            try:
+                # Ctrl-C reaches both; SIGTERM only this one.
+                process.terminate()
+                process.join(20)
+            finally:
+                process.kill()
         raise
     code = process.exitcode or 0
     return code if code >= 0 else 128 - code

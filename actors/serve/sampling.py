@@ -96,6 +96,10 @@ class Sampling:
         """Raises the error of an engine that was lost too often to be replaced again."""
         self._rollout.engine_set.require_hope()
 
+    def close(self) -> None:
+        """Ends the replacing of engines, so that whoever waits for one is answered."""
+        self._rollout.healing.close()
+
     async def forget(self, folder: Path) -> None:
         """Frees an adapter in the engines; requests that sample with it end with it."""
         async with self._pushing:

@@ -17,6 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from sqlalchemy.exc import OperationalError
+
 from actors.serve.external import Links, encrypt, recipients_in
 from actors.serve.sampling import Sampling, Score
 from actors.serve.scores import Scores, Scoring
@@ -34,6 +36,8 @@ _SAVES = {"weights": "save_weights", "sampler_weights": "save_weights_for_sample
 _NAME = re.compile(r"[\w][\w.-]{0,199}")
 _SWEEP_SECONDS = 10.0
 _SPEED_SECONDS = 60.0
+_WRITE_SECONDS = 60.0
+_MOST_METADATA = 16 << 10
 _LONGEST_LIFE = 10 * 366 * 86400.0
 _RECORD = 1024
 """Bytes that a request holds at least while it waits, about."""
@@ -93,8 +97,6 @@ class Snapshot(NamedTuple):
 
     made: float
     folder: Path
-    owner: str
-    bytes: int
 
 
 class Futures:
@@ -107,7 +109,7 @@ class Futures:
         self._waiting: dict[str, asyncio.Event] = {}
 
     def finish(self, request_id: str, result: Result) -> None:
-        found = self._store.finish(request_id, result)
+        found = self._keep(request_id, result)
         if found is not None:
             self.errors += result.is_error
             said = {"error": result.body.decode()[:500]} if result.is_error else {}
@@ -116,6 +118,18 @@ class Futures:
         loop = self._loop
         if loop is not None and not loop.is_closed():
             loop.call_soon_threadsafe(self._wake, request_id, *([] if found is None else [found["scope"]]))
+
+    def _keep(self, request_id: str, result: Result) -> dict[str, Any] | None:
+        """Tries for a minute: a database that is locked, or a disk that is full, must not end training for all."""
+        last = time.monotonic() + _WRITE_SECONDS
+        while True:
+            try:
+                return self._store.finish(request_id, result)
+            except OperationalError as error:
+                if time.monotonic() > last:
+                    raise
+                logger.warning("an answer could not be written, and is tried again: %s", error.orig)
+                time.sleep(1.0)
 
     async def result(self, request_id: str, owner: str, seconds: float) -> Result | None:
         """The answer; None where there is none within that time.
@@ -205,7 +219,8 @@ class Server:
 
     def create_session(self, owner: str, asked: Mapping[str, Any]) -> Mapping[str, Any]:
         session, now = str(uuid.uuid4()), time.time()
-        kept = {key: asked.get(key) for key in ("tags", "user_metadata", "sdk_version", "display_name")}
+        kept = {key: asked.get(key) for key in ("tags", "sdk_version", "display_name")}
+        kept["user_metadata"] = metadata_in(asked)
         self.store.add(SESSIONS, id=session, owner=owner, created=now, seen=now, ended=False, asked=kept)
         return {"type": "create_session", "session_id": session}
 
@@ -290,7 +305,7 @@ class Server:
     def _new_run(
         self, owner: str, asked: Mapping[str, Any], lora: Mapping[str, Any], make: Callable[[Run], Mapping[str, Any]]
     ) -> Mapping[str, Any]:
-        session = text_in(asked, "session_id")
+        session, metadata = text_in(asked, "session_id"), metadata_in(asked)
         self.require_session(owner, session)
         # Not free: the SDK derives it when it creates by loading.
         run, now = f"{session}:train:{number_in(asked, 'model_seq_id')}", time.time()
@@ -307,7 +322,7 @@ class Server:
             created=now,
             last_request=now,
             over="",
-            user_metadata=asked.get("user_metadata"),
+            user_metadata=metadata,
         )
         if added:
             self.training.create(run, request_id, make)
@@ -360,11 +375,11 @@ class Server:
             if not _NAME.fullmatch(name):
                 expected = "a name has up to 200 letters, digits, '_', '-' and '.'"
                 raise ConfigError(f"path={name[:200]!r}: {expected}")
-            expires = expiry(asked)
+            expires, metadata = expiry(asked), metadata_in(asked)
             known = self.store.get(CHECKPOINTS, run=run.id, kind=kind, name=name)
             if known is not None and not asked.get("overwrite"):
                 raise CheckpointError(f"tinker://{run.id}/{kind}/{name} exists; choose another name, or overwrite it")
-            recipients = recipients_in(asked)
+            recipients = recipients_in(asked) if kind == EXTERNAL else ()
             folder, size = self._write(run, owner, "checkpoints", state=kind == "weights", recipients=recipients)
             self.store.put(
                 CHECKPOINTS,
@@ -377,7 +392,7 @@ class Server:
                 lora=self._lora_of(run),
                 created=time.time(),
                 bytes=size,
-                user_metadata=asked.get("user_metadata"),
+                user_metadata=metadata,
                 expires=expires,
                 public=False,
             )
@@ -394,10 +409,12 @@ class Server:
         def work(run: Run) -> Mapping[str, Any]:
             session = run.id.partition(":")[0]
             sampler = f"{session}:sample:{number_in(asked, 'sampling_session_seq_id')}"
+            if self.store.get(SAMPLERS, id=sampler) is not None:
+                raise CheckpointError(f"sampler {sampler!r} exists; choose another sampling_session_seq_id")
             folder, size = self._write(run, owner, "snapshots", state=False)
-            self._add_sampler(owner, session, sampler, None, folder, self._lora_of(run))
+            self._add_sampler(owner, session, sampler, None, folder, self._lora_of(run), size)
             kept = self._snapshots.setdefault(run.id, deque())
-            kept.append(Snapshot(time.time(), folder, owner, size))
+            kept.append(Snapshot(time.time(), folder))
             if len(kept) > self.limits.snapshots:
                 asyncio.run_coroutine_threadsafe(self._delete(kept.popleft().folder), loop)
             return {"type": "save_weights_for_sampler", "sampling_session_id": sampler}
@@ -428,9 +445,8 @@ class Server:
 
     def used_bytes(self, owner: str) -> int:
         """Of a key's checkpoints and snapshots."""
-        snapshots = [each for kept in list(self._snapshots.values()) for each in list(kept)]
-        named = sum(row["bytes"] for row in self.store.rows(CHECKPOINTS, owner=owner))
-        return int(named) + sum(each.bytes for each in snapshots if each.owner == owner)
+        snapshots = [row for row in self.store.rows(SAMPLERS, owner=owner) if row["bytes"] and Path(row["folder"]).is_dir()]
+        return int(sum(row["bytes"] for row in (*self.store.rows(CHECKPOINTS, owner=owner), *snapshots)))
 
     def newest_snapshot(self, run: str) -> Snapshot | None:
         """A run's last unnamed snapshot; None where this server has made none."""
@@ -661,6 +677,7 @@ class Server:
         path: str | None,
         folder: Path | None,
         lora: Mapping[str, Any] | None,
+        size: int | None = None,
     ) -> None:
         self.store.add(
             SAMPLERS,
@@ -671,6 +688,7 @@ class Server:
             path=path,
             folder=None if folder is None else str(folder),
             lora=None if lora is None else dict(lora),
+            bytes=size,
         )
 
 
@@ -723,6 +741,14 @@ def text_in(asked: Mapping[str, Any], name: str) -> str:
     if not isinstance(value, str):
         raise BatchError(f"{name}={value!r}: expected a text")
     return value
+
+
+def metadata_in(asked: Mapping[str, Any]) -> Any:
+    """Raises :class:`BatchError` for more than 16 KiB."""
+    found = asked.get("user_metadata")
+    if (size := len(json.dumps(found))) > _MOST_METADATA:
+        raise BatchError(f"user_metadata: {size} bytes; expected at most {_MOST_METADATA}")
+    return found
 
 
 def number_in(asked: Mapping[str, Any], name: str) -> int:

@@ -9,6 +9,7 @@ import hashlib
 import json
 import logging
 import secrets
+import shutil
 import time
 import uuid
 from collections.abc import Mapping
@@ -98,6 +99,8 @@ SAMPLERS = Table(
     # Of the adapter in peft's format; None for the base alone.
     Column("folder", String),
     Column("lora", sql.JSON),
+    # Of a snapshot, which no checkpoint has.
+    Column("bytes", Integer),
     # Clients that have joined the one that made it.
     Column("joined", Integer),
 )
@@ -241,7 +244,7 @@ class Store:
             connection.execute(sql.delete(SESSIONS).where(columns.id.in_(idle)))
 
     def begin(self) -> None:
-        """For a server that starts: what the one before had in its memory is lost, and says so."""
+        """For a server that starts: what the one before had in its memory is lost, and says so. Folders without a row go."""
         restarted = "the server was restarted"
         lost = Result.failed(f"{restarted} before this request was answered; what it did is lost", "server")
         with self._engine.begin() as connection:
@@ -250,6 +253,10 @@ class Store:
             connection.execute(open_requests.values(values))
             over = f"{restarted}, and the run's weights since its last save are gone: create a run from a checkpoint of it"
             connection.execute(sql.update(RUNS).where(RUNS.c.over == "").values(over=over))
+        known = {Path(row["folder"] or "").name for table in (CHECKPOINTS, SAMPLERS) for row in self.rows(table)}
+        for folder in (*self.folder.glob("checkpoints/*"), *self.folder.glob("snapshots/*")):
+            if folder.name not in known:
+                shutil.rmtree(folder, ignore_errors=True)
 
     # Keys.
 

@@ -287,7 +287,7 @@ class Training:
         with self._changed:
             self._closing = True
             self._changed.notify()
-        self._thread.join(timeout=60.0)
+        self._thread.join(timeout=5.0)
 
     # What runs of a client do, on the thread of this object.
 

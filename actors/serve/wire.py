@@ -61,10 +61,10 @@ _SCHEMA: Mapping[str, Mapping[str, tuple[int, str]]] = {
         "target_prompt_logprobs": (5, "Tensor"),
     },
 }
-_MANY: Mapping[int, Any] = {3: {1: {}, 2: {2: {4: None}}}, 5: {}, 7: {}}
-"""What a training request may have many of, by field numbers: data, with chunks and arrays, with sizes; and options."""
-_MOST_PARTS = 1 << 18
-"""Of those. Two bytes of a request make one, which takes a hundred bytes of memory."""
+_INNER: Mapping[int, Any] = {3: {1: {}, 2: {2: {4: None}}}, 5: {}, 7: {}}
+"""Where a training request has fields in fields, by their numbers: data, with chunks and arrays, with sizes; and options."""
+_MOST_FIELDS = 1 << 19
+"""Of a request, those that nobody knows too. Two bytes make one, which takes a hundred bytes of memory."""
 _MOST_CELLS = 1 << 26
 """Of the sparse arrays of a request, when they are dense. A few bytes can ask for many."""
 _MOST_DIMENSIONS = 8
@@ -159,7 +159,7 @@ def read_pass(body: bytes) -> PassRequest:
         UnsupportedError: an input that is no text.
     """
     try:
-        _count(body, 0, len(body), _MANY)
+        _count(body, 0, len(body), _INNER)
     except (IndexError, ValueError) as error:
         raise BatchError(f"body: {len(body)} bytes are no ForwardBackwardRequest message ({error})") from None
     message = _read("ForwardBackwardRequest", body)
@@ -177,11 +177,11 @@ def read_pass(body: bytes) -> PassRequest:
     return PassRequest(message.model_id, message.seq_id, data, message.loss_fn, options, message.forward_only)
 
 
-def _count(body: bytes, at: int, end: int, many: Mapping[int, Any], found: int = 0) -> int:
-    """Parts of the message in ``body[at:end]``, counted before they are made.
+def _count(body: bytes, at: int, end: int, known: Mapping[int, Any], found: int = 0) -> int:
+    """Fields of the message in ``body[at:end]``, counted before they are made.
 
     Raises:
-        BatchError: more than :data:`_MOST_PARTS`.
+        BatchError: more than :data:`_MOST_FIELDS`.
         IndexError, ValueError: no message, or one with groups, which no field here is.
     """
     while at < end:
@@ -198,14 +198,13 @@ def _count(body: bytes, at: int, end: int, many: Mapping[int, Any], found: int =
             raise ValueError(f"a field of wire type {kind}")
         if after > end:
             raise ValueError("a field that is longer than its message")
-        if number in many:
-            inner = many[number]
-            # Numbers may be packed, of a byte each.
-            found += size if inner is None else 1
-            if found > _MOST_PARTS:
-                raise BatchError(f"body: more than {_MOST_PARTS} data, chunks, arrays and sizes; send fewer data at a time")
-            if inner and kind == 2:
-                found = _count(body, at, after, inner, found)
+        inner = known.get(number, {})
+        # Numbers may be packed, of a byte each.
+        found += size if inner is None else 1
+        if found > _MOST_FIELDS:
+            raise BatchError(f"body: more than {_MOST_FIELDS} fields; send fewer data at a time")
+        if inner and kind == 2:
+            found = _count(body, at, after, inner, found)
         at = after
     return found
 

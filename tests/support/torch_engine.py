@@ -28,6 +28,7 @@ class TorchEngine:
         self.adapters: dict[str | None, Any] = {None: self._base}
         self.infos = {0: SimpleNamespace(max_model_len=longest, vocab_size=self._base.config.vocab_size)}
         self.engines, self.lost_engines = [0], list[int]()
+        self.healing = SimpleNamespace(close=lambda: None)
 
     def push(self, _: Any, name: str, folder: Path) -> None:
         self.adapters[name] = PeftModel.from_pretrained(copy.deepcopy(self._base), folder).eval()

@@ -128,7 +128,7 @@ FAULTS = [
     Fault(
         "small-bodies-become-gigabytes",
         "actors.serve.wire:_count",
-        "found > _MOST_PARTS",
+        "found > _MOST_FIELDS",
         "False",
         ("test_bodies_of_very_many_empty_parts_are_refused_before_they_take_memory",),
         "a few megabytes of empty messages would fill the server's memory",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import shutil
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +14,9 @@ from typing import Any
 import pytest
 from peft import PeftConfig
 from safetensors.torch import load_file
+from sqlalchemy.exc import OperationalError
 
+from actors.serve import server
 from actors.serve.external import recipients_in
 from actors.serve.server import Futures, Rates, request_log
 from actors.serve.store import CHECKPOINTS, REQUESTS, SAMPLERS, SESSIONS, Result, Store
@@ -43,6 +46,10 @@ def test_a_key_that_asks_too_often_is_told_when_to_come_again_and_others_are_ser
         assert [each.status_code for each in found[:10]] == [200] * 10 and found[-1].status_code == 429
         assert found[-1].headers["retry-after"] == "1"
         assert bob.get("sessions").status_code == 200
+        # Its session goes on all the same.
+        session = bob.post("create_session").json()["session_id"]
+        beats = [bob.post("session_heartbeat", session_id=session).status_code for _ in range(14)]
+        assert beats == [200] * 14 and bob.get("sessions").status_code == 200
 
 
 def test_what_a_key_has_on_the_disk_is_bounded_and_deleting_makes_room(model: Path, tmp_path: Path) -> None:
@@ -66,6 +73,16 @@ def test_what_a_key_has_on_the_disk_is_bounded_and_deleting_makes_room(model: Pa
         assert "path" in bob.answer(bob.post("save_weights_for_sampler", model_id=other, seq_id=1, path="c")).json()
         assert ann.request("DELETE", f"training_runs/{run}/checkpoints/sampler_weights/a").status_code == 204
         assert save(6, path="a")["path"] == first["path"]
+        assert "exists" in save(7, sampling_session_seq_id=0)["error"]
+    # What no row has is what was being written when a server ended; the snapshot counts on.
+    for lost in ("checkpoints/lost", "snapshots/lost"):
+        (tmp_path / lost / "adapter").mkdir(parents=True)
+    with served(model, tmp_path) as again:
+        assert not list(tmp_path.glob("*/lost")) and again.server.used_bytes("ann") == pytest.approx(3 * size, abs=100)
+        snapshot = Path(again.store.get(SAMPLERS, path=None)["folder"])
+        assert len(list((tmp_path / "checkpoints").iterdir())) == 3 and snapshot.is_dir()
+        shutil.rmtree(snapshot)
+        assert again.server.used_bytes("ann") == pytest.approx(2 * size, abs=100)
 
 
 def test_a_disk_that_is_almost_full_fails_saves_alone(model: Path, tmp_path: Path) -> None:
@@ -191,3 +208,44 @@ def test_recipients_that_are_no_public_keys_are_refused() -> None:
         with pytest.raises(BatchError, match="age_encryption_recipients"):
             recipients_in({"age_encryption_recipients": wrong})
     assert recipients_in({}) == ()
+
+
+def test_metadata_are_bounded_and_only_external_weights_have_recipients(running: SimpleNamespace, model: Path) -> None:
+    wire, large = Wire(running.url), {"user_metadata": {"a": "x" * (16 << 10)}}
+    session, run = wire.run(model)
+    made = {"session_id": session, "model_seq_id": 1, "base_model": str(model)}
+    for refused in (wire.post("create_session", **large), wire.post("create_model", **made, **large)):
+        assert refused.status_code == 400 and "user_metadata: " in refused.text
+    answers = [
+        wire.answer(wire.post("save_weights_for_sampler", model_id=run, seq_id=seq_id, path="a", **more)).json()
+        for seq_id, more in enumerate((large, {"age_encryption_recipients": ["x"]}), 1)
+    ]
+    assert "user_metadata: " in answers[0]["error"] and "path" in answers[1]
+
+
+def test_an_answer_that_cannot_be_written_is_tried_again_for_a_minute(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, now = Store(tmp_path), [0.0]
+    request, _ = store.accept("run", 1, "ann")
+    finish, left = store.finish, [3]
+
+    def fails(*args: Any) -> Any:
+        left[0] -= 1
+        if left[0] >= 0:
+            raise OperationalError("UPDATE", {}, Exception("the database is locked"))
+        return finish(*args)
+
+    monkeypatch.setattr(store, "finish", fails)
+    clock = SimpleNamespace(
+        time=time.time, monotonic=lambda: now[0], sleep=lambda seconds: now.__setitem__(0, now[0] + seconds)
+    )
+    monkeypatch.setattr(server, "time", clock)
+    Futures(store).finish(request, Result.of({"a": 1}))
+    row = store.get(REQUESTS, id=request)
+    assert now == [3.0] and row is not None and row["body"] == b'{"a": 1}'
+    left[0] = 1000
+    with pytest.raises(OperationalError):
+        Futures(store).finish(request, Result.of({}))
+    assert 60 <= now[0] - 3.0 <= 62
+    store.close()

@@ -10,8 +10,11 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
-from actors.serve.restarts import ServerLostError, keep_serving
+import pytest
+
+from actors.serve.restarts import ServerLostError, _status, keep_serving
 from rl_backend.contracts import ConfigError
 
 
@@ -54,3 +57,47 @@ def test_a_server_is_started_again_until_one_ends_on_its_own_accord(tmp_path: Pa
 def test_a_server_that_cannot_start_is_not_started_again(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         assert keep_serving(is_wrong, listener, argparse.Namespace(folder=tmp_path)) == 2
+
+
+class Deaf:
+    """A process that a signal does not end; one comes to its parent at each of the calls ``interrupted``."""
+
+    def __init__(self, *interrupted: str) -> None:
+        self.pid: int | None = None
+        self.called: list[str] = []
+        self._interrupted = interrupted
+
+    def _call(self, name: str) -> None:
+        self.called.append(name)
+        if name in self._interrupted:
+            raise KeyboardInterrupt
+
+    def start(self) -> None:
+        self.pid = None if "early" in self._interrupted else 1
+        self._call("start")
+
+    def join(self, timeout: float | None = None) -> None:
+        self._call("join" if timeout is None else f"join({timeout})")
+
+    def terminate(self) -> None:
+        self._call("terminate")
+
+    def kill(self) -> None:
+        self._call("kill")
+
+
+@pytest.mark.parametrize(
+    ("interrupted", "called"),
+    [
+        (("start",), ["start", "terminate", "join(20)", "kill"]),
+        (("start", "early"), ["start"]),
+        (("join",), ["start", "join", "terminate", "join(20)", "kill"]),
+        (("join", "terminate"), ["start", "join", "terminate", "kill"]),
+        (("join", "join(20)"), ["start", "join", "terminate", "join(20)", "kill"]),
+    ],
+)
+def test_a_signal_ends_a_server_that_does_not_end_itself(interrupted: tuple[str, ...], called: list[str]) -> None:
+    process: Any = Deaf(*interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        _status(process)
+    assert process.called == called

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import argparse
 import asyncio
+import math
 import re
 import threading
 from pathlib import Path
@@ -18,6 +20,7 @@ from transformers import AutoModelForCausalLM
 
 from actors.rollout.config import RolloutConfig
 from actors.rollout.group.engines import EngineSet
+from actors.rollout.group.healing import Healing
 from actors.serve import command
 from actors.serve.check import CheckFailedError, check_server
 from actors.serve.restarts import ServerLostError
@@ -461,3 +464,35 @@ def test_an_adapter_is_pushed_once_where_whoever_asked_first_is_gone(tmp_path: P
 
     with patch("actors.serve.sampling.push_directory", push):
         assert [asyncio.run(leave())] == pushed
+
+
+def test_whoever_waits_for_an_engine_is_answered_when_the_server_closes(model: Path, tmp_path: Path) -> None:
+    engines, lost = EngineSet(RolloutConfig(model_path="nowhere")), EngineDeadError("lost")
+    engines.heals = True
+
+    def wait() -> None:
+        with pytest.raises(EngineDeadError):
+            engines.wait_for_engine(lost)
+
+    waits = threading.Thread(target=wait)
+    with served(model, tmp_path) as closing:
+        closing.server.sampling._rollout.healing.close = Healing(engines, lambda _: None).close
+        waits.start()
+    waits.join(10)
+    assert not waits.is_alive()
+
+
+def test_two_servers_do_not_share_a_state_folder(tmp_path: Path) -> None:
+    listener: Any = None
+    with command._alone(tmp_path), pytest.raises(ConfigError, match="another server has it"):
+        command.serve_at(listener, argparse.Namespace(state=tmp_path))
+    with command._alone(tmp_path):
+        pass
+
+
+@pytest.mark.parametrize("name", ["disk_gib", "requests_per_second"])
+def test_limits_are_finite_numbers(name: str, tmp_path: Path) -> None:
+    for wrong in (math.inf, math.nan, 0.0, -1.0):
+        options = {"disk_gib": None, "requests_per_second": None, "state": tmp_path, name: wrong}
+        with pytest.raises(ConfigError, match=f"{name}.*expected a finite number above 0"):
+            command.serve(argparse.Namespace(**options))

@@ -105,8 +105,9 @@ def test_sparse_arrays_that_would_fill_the_memory_are_refused() -> None:
         b"\x2a\x00" * (1 << 20),
         b"\x1a" + varint((1 << 20) + 12) + b"\x12" + varint((1 << 20) + 8) + b"\x12" + varint((1 << 20) + 4) + b"\x22"
         + varint(1 << 20) + b"\x01" * (1 << 20),
+        b"\x78\x00" * (1 << 20),
     ],
-    ids=["data", "chunks", "arrays", "options", "sizes"],
+    ids=["data", "chunks", "arrays", "options", "sizes", "unknown"],
 )  # fmt: skip
 def test_bodies_of_very_many_empty_parts_are_refused_before_they_take_memory(
     body: bytes, monkeypatch: pytest.MonkeyPatch
@@ -114,7 +115,7 @@ def test_bodies_of_very_many_empty_parts_are_refused_before_they_take_memory(
     head = write_request(PassRequest("m", 1, [datum()] * 3, "cross_entropy", {"beta": 1.0}, False))
     assert len(read_pass(head).data) == 3
     monkeypatch.setattr(wire_format, "_read", lambda *_: pytest.fail("it was parsed"))
-    with pytest.raises(BatchError, match="more than 262144 data"):
+    with pytest.raises(BatchError, match="more than 524288 fields"):
         read_pass(head + body)
     for wrong in (b"\x1b", b"\x1a\x05", b"\xff" * 11):
         with pytest.raises(BatchError, match="no ForwardBackwardRequest"):
