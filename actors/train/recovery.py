@@ -14,7 +14,7 @@ from ray import cloudpickle
 
 from actors.cluster import prometheus
 from actors.cluster.placement import AskedRoom
-from actors.train.context import HandleRef, RankContext, RankFunction
+from actors.train.context import BuiltModel, HandleRef, RankContext, RankFunction
 from actors.train.kept import READS, Answer, Call, Facts, Kept, KeptOperations, Ranks, calls_of
 from actors.train.layout import Layout
 from actors.train.loss import SentLoss
@@ -150,14 +150,15 @@ class Recovery[R: Ranks]:
         return not self._off and self._kept.nbytes > self._most_bytes
 
     @property
+    def wanted_ranks(self) -> int:
+        """Those that the group has, or that it had before it got smaller."""
+        return (self._wanted or self.layout).num_ranks
+
+    @property
     def has_room(self) -> bool:
         """Whether a group that got smaller can have the ranks again that it had."""
         room = self._room
         return room is not None and not self._off and room.is_there
-
-    def built(self, handle: HandleRef) -> None:
-        # A build whose ranks were replaced before its result was read may be known already, as it is now.
-        self.models.setdefault(handle.key, handle)
 
     def bound(self, handle: HandleRef, saved: Path, committed: Path) -> None:
         with self._lock:
@@ -369,6 +370,11 @@ class Recovery[R: Ranks]:
                 with self._lock:
                     if layout == self.num_layouts:
                         kept.note(values)
+                        # Here, so that whoever changes the layout next finds the model.
+                        if kept.role == "builds" and isinstance(values[0], BuiltModel):
+                            self.models.setdefault(kept.number, HandleRef.of(ranks.members.id, values))
+                    elif kept.role == "builds":  # asked of other ranks since, which have another layout
+                        continue
                     self._kept.forget(kept)
                 return Answer(values, refs, call)
 
