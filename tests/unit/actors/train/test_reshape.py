@@ -14,7 +14,7 @@ from actors.train import memory_boundary
 from actors.train.context import HandleRef
 from actors.train.group import TrainGroup
 from actors.train.layout import Layout, check_fewest
-from actors.train.recovery import Recovery
+from actors.train.recovery import MOST_HOLDS, Recovery, StateNotHeldError
 from rl_backend.algorithm import sft_loss
 from rl_backend.contracts import (
     ConfigError,
@@ -218,8 +218,21 @@ class Room:
         self.given_back = True
 
 
+def hold_nothing() -> None:
+    raise StateNotHeldError("no memory is free")
+
+
+def test_a_group_tries_to_grow_some_times_alone(model: Path, holders: list[HolderHere]) -> None:
+    with group_that_recovers(model, in_memory=True) as (group, _):
+        recovery: Any = recovery_of(group)
+        room = recovery._room = Room(1)
+        recovery._wanted, recovery._hold_states = recovery.layout, hold_nothing
+        for last in [False] * (MOST_HOLDS - 1) + [True]:
+            assert group.grow() is None and room.given_back is last
+
+
 def test_a_group_without_room_gets_smaller_and_grows_when_there_is_room(
-    model: Path, holders: list[HolderHere], undisturbed: list[Any]
+    model: Path, holders: list[HolderHere], undisturbed: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     said: list[str] = []
     rooms: list[Room] = []
@@ -254,6 +267,9 @@ def test_a_group_without_room_gets_smaller_and_grows_when_there_is_room(
                 free[0] = 9.0
                 rooms[0].is_there = True
                 assert group.has_room
+                with monkeypatch.context() as full:
+                    full.setattr(recovery, "_hold_states", hold_nothing)
+                    assert group.grow() is None and group.has_room and said.pop() == "no memory is free"
                 event = group.grow()
                 assert event is not None and event.describe().endswith(" (the cluster has room again)")
                 assert rooms[0].given_back and not group.has_room and group.grow() is None
