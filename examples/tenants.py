@@ -91,6 +91,10 @@ class TenantsConfig(RLConfig):
         require_one_session(self, self.each())
         return self
 
+    @property
+    def saves(self) -> bool:
+        return any(own.get("save_every", self.save_every) for own in self.users.values())
+
     def runs(self) -> Mapping[str, UserConfig]:
         return self.each()
 

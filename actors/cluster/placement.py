@@ -89,6 +89,15 @@ def _bundle(cores: int, gpus: float) -> dict[str, float]:
     return {"CPU": cores, **({"GPU": gpus} if gpus else {})}
 
 
+def check_asked(num_ranks: int, cores_per_rank: int, gpus_per_rank: float) -> None:
+    for field, value in (("num_ranks", num_ranks), ("cores_per_rank", cores_per_rank)):
+        if value < 1:
+            raise ConfigError.of(field, value, "must be at least 1")
+    if not 0 <= gpus_per_rank <= 1 or (0 < gpus_per_rank < 1 and num_ranks > 1):
+        problem = "a rank trains on no GPU (0) or on one (1); a single rank also on a share of one, which NCCL cannot divide"
+        raise ConfigError.of("gpus_per_rank", gpus_per_rank, problem)
+
+
 def reserve(
     *, num_ranks: int, cores_per_rank: int, gpus_per_rank: float, strategy: PlacementStrategy, name: str, timeout: float
 ) -> Reservation:
@@ -100,12 +109,7 @@ def reserve(
     """
     if not ray.is_initialized():
         raise ConfigError("Ray is not initialised in this process; call ray.init(...) first")
-    for field, value in (("num_ranks", num_ranks), ("cores_per_rank", cores_per_rank)):
-        if value < 1:
-            raise ConfigError.of(field, value, "must be at least 1")
-    if not 0 <= gpus_per_rank <= 1 or (0 < gpus_per_rank < 1 and num_ranks > 1):
-        problem = "a rank trains on no GPU (0) or on one (1); a single rank also on a share of one, which NCCL cannot divide"
-        raise ConfigError.of("gpus_per_rank", gpus_per_rank, problem)
+    check_asked(num_ranks, cores_per_rank, gpus_per_rank)
     bundle = _bundle(cores_per_rank, gpus_per_rank)
     group = reserve_bundles(f"training group {name!r}", "rank", bundle, num_ranks, strategy, timeout, name=name)
     try:

@@ -20,7 +20,7 @@ from actors.folder.lock import written_to
 from actors.rollout.messages import Routes, Sample, VersionSpan
 from rl_backend.checkpoint.confined import require_inside, require_names
 from rl_backend.checkpoint.durable_commit import rename_synced, sync, with_notes, write_synced
-from rl_backend.checkpoint.manifest import MANIFEST_NAME, FileFacts, SealedConfig, read_manifest
+from rl_backend.checkpoint.manifest import MANIFEST_NAME, FileFacts, SealedConfig, read_manifest, require_format
 from rl_backend.checkpoint.metadata_unpickler import load_problem
 from rl_backend.checkpoint.training_state import file_facts, require_written
 from rl_backend.contracts import CheckpointError, ConfigError
@@ -29,6 +29,8 @@ CHECKPOINTS, LATEST, RUN_FILE = "checkpoints", "latest", "run.json"
 
 _COMMITTED = re.compile(r"step-(\d{8,})")
 _LEFT_BEHIND = re.compile(r"\.step-\d{8,}\.(incomplete|removed-[0-9a-f]{8})|\.latest\.new")
+
+_REMEDY = "; remove the directory to continue from an earlier one"
 
 logger = logging.getLogger(__name__)
 
@@ -76,13 +78,14 @@ def read_run_checkpoint(path: Path | str) -> RunCheckpoint:
             else "give a step-... directory of a run, or remove it if it is what is left of one"
         )
         raise CheckpointError(f"{path} has no {RUN_FILE}, so it is no checkpoint of a run; {hint}", path=str(path))
+    require_format(path, RUN_FILE, "1", "continue with the version that wrote it")
     manifest = RunManifest.read_sealed(require_inside(path, RUN_FILE))
     for name, facts in manifest.files.items():
         missing = not require_inside(path, name).is_file()
         if missing or file_facts(path / name) != facts:
             what = "it is missing" if missing else "it has other bytes than were written"
             raise CheckpointError(
-                f"{path} is damaged, {name}: {what}; remove the directory to continue from an earlier one",
+                f"{path} is damaged, {name}: {what}{_REMEDY}",
                 path=str(path),
                 name=name,
             )
@@ -141,14 +144,18 @@ class RunCheckpoints:
         """The newest checkpoint that has every byte that was written, and what is wrong with those after it.
 
         Raises:
-            CheckpointError: all are damaged.
+            CheckpointError: all are damaged, or one is of another format or has links out of it.
         """
         damaged: dict[Path, str] = {}
         for _, path in reversed(self._committed()):
             try:
                 return read_whole(path), damaged
+            except OSError as error:
+                damaged[path.resolve()] = f"{path} is damaged: {error}"
             except CheckpointError as error:
-                damaged[path.resolve()] = error.message
+                if not error.details.get("is_damaged", True):
+                    raise
+                damaged[path.resolve()] = error.message.removesuffix(_REMEDY)
         if damaged:
             raise CheckpointError(f"every checkpoint is damaged: {'; '.join(damaged.values())}", path=str(self.root))
         return None, {}

@@ -30,12 +30,13 @@ def watch(folder: str, process: str, driver: str) -> None:
     while os.read(0, 1):
         pass
     ended = time.strftime("%Y-%m-%dT%H:%M:%S+00:00", time.gmtime())
+    # First: what is left may hold the lock, and the folder may not be written to.
+    end_what_is_left(driver)
     deadline = time.monotonic() + _GIVE_UP_SECONDS
     # Who holds the lock reads the folder for a moment, continues the run, or is a process that the run has left.
     # A run that ended in order, or that another process continues, is left alone.
     while is_running(folder, process) and not _say_killed(folder, process, ended) and time.monotonic() < deadline:
         time.sleep(_TRY_SECONDS)
-    end_what_is_left(driver)
 
 
 def end_what_is_left(driver: str) -> None:

@@ -126,11 +126,11 @@ def instead_of(names: Collection[str]) -> str:
 _OPTIMIZER = f"{BACKEND}.optimizer"
 _SAVES = HasEffect(lambda config: config.save_every, "save_every=0 saves no checkpoints; set it too")
 _RECOVERS = HasEffect(
-    lambda config: config.save_every or config.recover == "memory",
+    lambda config: config.saves or config.recover == "memory",
     "save_every=0 saves no checkpoints; set it too, or recover=memory",
 )
 _REPLACES = HasEffect(
-    lambda config: config.recover == "memory" or (config.recover == "checkpoint" and config.save_every),
+    lambda config: config.recover == "memory" or (config.recover == "checkpoint" and config.saves),
     "no rank is replaced; set save_every, or recover=memory",
 )
 
@@ -339,6 +339,11 @@ class TrainingOptions(BaseModel):
     def runtime_config(self) -> RuntimeConfig:
         config: RuntimeConfig = filled(self, "train")
         return config
+
+    @property
+    def saves(self) -> bool:
+        """Whether any of :meth:`runs` saves checkpoints."""
+        return bool(self.save_every)
 
     def runs(self) -> Mapping[str, Any]:
         return {"": self}

@@ -240,7 +240,8 @@ class Run[C: RunConfig]:
             self._on_step(step, measured)
         if self._health.stop:
             raise RLBackendError(f"{self._health.stop}. The run stops here: health.on_limit=stop")
-        for group in self._parts.groups if step < self.config.steps else ():
+        # A run that is to end has its checkpoint to commit.
+        for group in self._parts.groups if step < self.config.steps and not self._stop.reason else ():
             if group.has_room:
                 self._saver.finish()
                 self._say_reshaped(group.grow())

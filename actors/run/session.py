@@ -116,7 +116,7 @@ class Session:
     def require(self, config: RunConfig) -> None:
         """Refuses a ``config`` that would open another session itself, apart from its cores."""
         wanted: dict[str, Any] = {"training groups": config.training_groups, "ranks": config.ranks}
-        found: dict[str, Any] = {"training groups": len(self.groups), "ranks": self.groups[0].num_ranks}
+        found: dict[str, Any] = {"training groups": len(self.groups), "ranks": self.groups[0].wanted_ranks}
         wanted |= _leaves(config.runtime_config().model_dump(mode="json", exclude={"hf_path"}))
         found |= _leaves(self.groups[0].config.model_dump(mode="json", exclude={"hf_path"}))
         asked = config.rollout_config(ClusterShare(1, 1, 0))

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Concatenate, Self, overload
 from ray import cloudpickle
 from torch import Tensor
 
-from actors.cluster.placement import AskedRoom, PlacementStrategy
+from actors.cluster.placement import AskedRoom, PlacementStrategy, check_asked
 from actors.train.context import HandleRef, RankContext, RankFunction, lora_factors, refs_in, weight_version
 from actors.train.kept import CHANGES, READS, Answer, Call, Facts, Kept, calls_of, facts_of, models_in
 from actors.train.layout import Layout, check_fewest
@@ -174,6 +174,8 @@ class TrainGroup:
         GroupFailedError: a rank could not start.
     """
 
+    _gpus_per_rank: float = 0
+
     def __init__(
         self,
         config: RuntimeConfig,
@@ -215,6 +217,7 @@ class TrainGroup:
         if recover != "off":
             layout, in_memory = Layout(config, num_ranks), recover == "memory"
             recovery = Recovery(ranks, start, layout, in_memory=in_memory, min_ranks=min_ranks, ask_room=room)
+        self._gpus_per_rank = gpus_per_rank
         finalizer = weakref.finalize(self, ranks.members.kill if recovery is None else recovery.kill)
         self._over(config, ranks, finalizer, recovery)
 
@@ -382,6 +385,7 @@ class TrainGroup:
         """
         if self._recovery is None:
             raise ConfigError.of("TrainGroup.recover", "off", "a group gets another layout as it recovers; use memory")
+        check_asked(num_ranks, 1, self._gpus_per_rank)
         if sizes or config is None:
             config = config or self.config
             config = config.replace(backend_cfg=config.backend_cfg.replace(parallel=ParallelConfig(**sizes)))
@@ -389,6 +393,11 @@ class TrainGroup:
         reshaped = self._recovery.reshape(Layout(config, num_ranks))
         self.config = config
         return reshaped
+
+    @property
+    def wanted_ranks(self) -> int:
+        """How many ranks the group has, or had before it got smaller."""
+        return self.num_ranks if self._recovery is None else self._recovery.wanted_ranks
 
     @property
     def has_room(self) -> bool:
@@ -579,8 +588,6 @@ class TrainGroup:
                 made = HandleRef.of(self._ranks.members.id, values)
                 # By its name: one that the runtime chose depends on what was built before.
                 self._ranks.keep(Operation(atom.name, {**arguments, "name": made.name}, made.key))
-                if self._recovery is not None:
-                    self._recovery.built(made)
                 return made
             if atom.frees:
                 self._ranks.forget(arguments["handle"].key)
@@ -634,7 +641,7 @@ class TrainGroup:
             ranks = self._ranks
             header, refs = ranks.dispatch(title, calls_of(call, self.num_ranks), sent)
             # Without what a future that is held would keep, and nobody asks for.
-            kept = Kept(header, b"" if isinstance(call, bytes) else call, sent, *facts, refs, ranks)
+            kept = Kept(header, b"" if isinstance(call, bytes) else call.without_shares(), sent, *facts, refs, ranks)
         else:
             kept = recovery.send(title, call, sent, facts, epoch)
 

@@ -42,6 +42,8 @@ class Spread(Protocol):
 
     def on(self, handle: HandleRef) -> Spread: ...
 
+    def without_shares(self) -> Spread: ...
+
 
 type Call = bytes | Spread
 """What ranks are sent, pickled: all of them the same, or each its share."""

@@ -127,6 +127,10 @@ class MemoryBoundaries:
         self._asked[handle.key] = _Asked(handle, header.number, generation, places, answers)
         return int(header.number)
 
+    @property
+    def is_making(self) -> bool:
+        return bool(self._asked)
+
     def made(self, infos: Sequence[RankInfo], timeout: float = 0.0) -> list[Boundary]:
         """Those that are complete since the last call, after ``timeout`` seconds at most."""
         found, died, deadline = [], False, time.monotonic() + timeout

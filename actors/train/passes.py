@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, Self
 
 import torch
@@ -110,6 +110,10 @@ class Pass:
         batches = (cloudpickle.loads(share).args[1] for share in self.shares)
         rows = [[row for batch in of_rank for row in _unpacked(batch)] for of_rank in batches]
         return self.over(handle, restore_order(self.divided.plan, rows), self.options)
+
+    def without_shares(self) -> Self:
+        """What merges the results, without the sequences."""
+        return replace(self, shares=())
 
     def merged(self, values: Sequence[RankForward]) -> ForwardResult:
         return merged(self.handle, self.divided, values)

@@ -14,7 +14,7 @@ from ray import cloudpickle
 
 from actors.cluster import prometheus
 from actors.cluster.placement import AskedRoom
-from actors.train.context import HandleRef, RankContext, RankFunction
+from actors.train.context import BuiltModel, HandleRef, RankContext, RankFunction
 from actors.train.kept import READS, Answer, Call, Facts, Kept, KeptOperations, Ranks, calls_of
 from actors.train.layout import Layout
 from actors.train.loss import SentLoss
@@ -40,12 +40,18 @@ from rl_backend.trace.recorder import span
 MOST_KEPT_BYTES = 2**30
 # Deaths in one operation, and starts of ranks in one recovery.
 MOST_DEATHS, MOST_STARTS = 2, 3
+# Of a group that got smaller, to keep all states in memory, which it cannot grow without.
+MOST_HOLDS = 5
 _PAUSE_SECONDS, _START_SECONDS = 2.0, 60.0
 # For a state that ranks have written, until it has reached whoever keeps it: after the next step, while its pass runs; and
 # before what came since is run again, or given up; and while the group waits for it to get another layout.
-_NEAR_SECONDS, _TAKE_SECONDS, _MOVE_SECONDS = 0.5, 10.0, 600.0
+_NEAR_SECONDS, _TAKE_SECONDS, _MOVE_SECONDS, _LOOK_SECONDS = 0.5, 10.0, 600.0, 5.0
 
 logger = logging.getLogger(__name__)
+
+
+class StateNotHeldError(RLBackendError):
+    """A state that another layout needs could not be kept in memory; nothing has changed."""
 
 
 class Recovered(NamedTuple):
@@ -129,6 +135,7 @@ class Recovery[R: Ranks]:
         # What the group had before it got smaller, and the room for it.
         self._wanted: Layout | None = None
         self._room: AskedRoom | None = None
+        self._holds = 0
         self._kept = KeptOperations()
         self._number = 0
         self._off = ""
@@ -150,14 +157,15 @@ class Recovery[R: Ranks]:
         return not self._off and self._kept.nbytes > self._most_bytes
 
     @property
+    def wanted_ranks(self) -> int:
+        """Those that the group has, or that it had before it got smaller."""
+        return (self._wanted or self.layout).num_ranks
+
+    @property
     def has_room(self) -> bool:
         """Whether a group that got smaller can have the ranks again that it had."""
         room = self._room
         return room is not None and not self._off and room.is_there
-
-    def built(self, handle: HandleRef) -> None:
-        # A build whose ranks were replaced before its result was read may be known already, as it is now.
-        self.models.setdefault(handle.key, handle)
 
     def bound(self, handle: HandleRef, saved: Path, committed: Path) -> None:
         with self._lock:
@@ -246,9 +254,11 @@ class Recovery[R: Ranks]:
             except GroupFailedError:
                 raise
             except RLBackendError as error:
-                self._wanted = None
-                self._give_room_back()
                 self.on_recovered(str(error))
+                self._holds += 1
+                if not isinstance(error, StateNotHeldError) or self._holds == MOST_HOLDS:
+                    self._wanted = None
+                    self._give_room_back()
                 return None
 
     def _settle(self) -> None:
@@ -272,18 +282,23 @@ class Recovery[R: Ranks]:
     def _hold_states(self) -> None:
         """Brings the state of every model that is trained to memory outside of the ranks."""
         memory = self._open_memory()
-        self._take_boundaries(_MOVE_SECONDS)
+        self._finish_boundaries(memory)
         trained = [handle for handle in self.models.values() if not handle.forward_only]
         numbers = [memory.make(handle, self.ranks) for handle in trained]
         self._number = max([self._number, *filter(None, numbers)])
-        self._take_boundaries(_MOVE_SECONDS)
+        self._finish_boundaries(memory)
         for handle, number in zip(trained, numbers, strict=True):
             if self._kept.boundary_of(handle.key) != number:
-                raise RLBackendError(
+                raise StateNotHeldError(
                     f"the state of {handle.name!r} could not be kept in memory, so training group "
                     f"{self.ranks.members.name!r} keeps the layout that it has",
                     name=handle.name,
                 )
+
+    def _finish_boundaries(self, memory: MemoryBoundaries) -> None:
+        deadline = time.monotonic() + _MOVE_SECONDS
+        while memory.is_making and time.monotonic() < deadline:
+            self._take_boundaries(_LOOK_SECONDS)  # which also gives those up whose holder hangs
 
     def _lay_out(self, layout: Layout) -> None:
         self.layout, self.num_layouts = layout, self.num_layouts + 1
@@ -304,7 +319,7 @@ class Recovery[R: Ranks]:
         smaller = self.layout.smaller(self._min_ranks, most)
         if smaller is None:
             return False
-        self._wanted = self._wanted or self.layout
+        self._wanted, self._holds = self._wanted or self.layout, 0
         self._lay_out(smaller)
         return True
 
@@ -369,6 +384,11 @@ class Recovery[R: Ranks]:
                 with self._lock:
                     if layout == self.num_layouts:
                         kept.note(values)
+                        # Here, so that whoever changes the layout next finds the model.
+                        if kept.role == "builds" and isinstance(values[0], BuiltModel):
+                            self.models.setdefault(kept.number, HandleRef.of(ranks.members.id, values))
+                    elif kept.role == "builds":  # asked of other ranks since, which have another layout
+                        continue
                     self._kept.forget(kept)
                 return Answer(values, refs, call)
 

@@ -94,6 +94,16 @@ CAUSES: Mapping[str, Cause] = {
 """By name; one that explains another comes before it."""
 
 
+_METRICS_OF: Mapping[str, tuple[tuple[str, ...], str]] = {
+    "log_prob_gap": (("log_prob_gap",), "only runs that sample from engines have it"),
+    "kl": (("kl",), "kl_coef above 0 makes one"),
+    "skipped_updates": (("step_ok",), "the loop is to log it"),
+    "failed_rewards": (("rewards_failed", "episodes_failed"), "on_reward_failure=stop ends the run at the first failure"),
+    "free_disk_gib": (("free_disk_gib",), "the file system does not say it"),
+}
+"""Limit -> the metrics that it watches, and why there may be none."""
+
+
 def limit_causes(limits: HealthLimits) -> dict[str, Cause]:
     """The causes of the limits that are set."""
 
@@ -151,6 +161,7 @@ class HealthWarnings:
         watched = limit_causes(limits)
         unwatched = {"skipped_updates"} - watched.keys()
         self._causes = {name: each for name, each in {**CAUSES, **watched}.items() if name not in unwatched}
+        self._asked = [name for name in _METRICS_OF if limits.is_set(name) and getattr(limits, name) is not None]
         self._stopping = frozenset(watched) if limits.on_limit == "stop" else frozenset[str]()
         self.stop = ""
         self._lasted: dict[str, int] = dict(earlier.get("lasted", {}))
@@ -161,8 +172,15 @@ class HealthWarnings:
         return {"lasted": dict(self._lasted), "told": sorted(self._told)}
 
     def warnings(self, step: int, metrics: Mapping[str, float]) -> list[str]:
-        """A sentence for each cause that has lasted its steps and was not told before in the run."""
+        """A sentence for each cause that has lasted its steps and was not told before in the run, and for each limit that
+        is set and watches nothing.
+        """
         found = []
+        for name in self._asked:
+            watched, why = _METRICS_OF[name]
+            if f"no {name}" not in self._told and not metrics.keys() & set(watched):
+                self._told.add(f"no {name}")
+                found.append(f"step {step}: health.{name} is set, and this step has no metric {' or '.join(watched)}; {why}")
         for name, cause in self._causes.items():
             shown = cause.shows(metrics)
             if shown is None:

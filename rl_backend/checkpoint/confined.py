@@ -40,7 +40,7 @@ def require_inside(folder: Path, name: str) -> Path:
         problem = f"cannot be followed to a file ({error})"
     if problem:
         remedy = "put a copy of the file in its place if you trust it"
-        raise CheckpointError.at(folder, f"is refused: {name} {problem}; {remedy}", name=name)
+        raise CheckpointError.at(folder, f"is refused: {name} {problem}; {remedy}", name=name, is_damaged=False)
     return file
 
 

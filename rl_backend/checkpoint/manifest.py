@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -157,6 +158,15 @@ def damaged(path: Path, name: str, what: str) -> CheckpointError:
     return CheckpointError.at(path, f"is damaged: {what}; take an earlier checkpoint", name=name)
 
 
+def require_format(path: Path, name: str, reads: str, remedy: str) -> None:
+    """By its number before its fields are read: those of another format would be told as damage."""
+    with suppress(OSError):  # whoever reads the fields is told
+        found = _FORMAT.search(require_inside(path, name).read_text(errors="replace"))
+        if found and found[1] != reads:
+            problem = f"has format {found[1]}, this version reads format {reads}; {remedy}"
+            raise CheckpointError.at(path, problem, is_damaged=False)
+
+
 def read_manifest(path: Path) -> TrainingManifest:
     """The manifest of a directory; :class:`CheckpointError` for one that is absent, damaged or names files outside."""
     file = path / MANIFEST_NAME
@@ -167,12 +177,8 @@ def read_manifest(path: Path) -> TrainingManifest:
             else ("a save that did not finish leaves none" if path.is_dir() else "there is no such directory")
         )
         raise CheckpointError.at(path, f"has no {MANIFEST_NAME}, so it is no training checkpoint; {hint}")
-    # By its number before its fields are read: those of another format would be told as damage.
-    found = _FORMAT.search(require_inside(path, MANIFEST_NAME).read_text(errors="replace"))
-    if found and found[1] != "2":
-        raise CheckpointError.at(
-            path,
-            f"has format {found[1]}, this version reads format 2; load it with the version that wrote it, and take "
-            "its weights along: save_checkpoint(hf=True) there, hf_path here",
-        )
+    remedy = (
+        "load it with the version that wrote it, and take its weights along: save_checkpoint(hf=True) there, hf_path here"
+    )
+    require_format(path, MANIFEST_NAME, "2", remedy)
     return TrainingManifest.read_sealed(file)

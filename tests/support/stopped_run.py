@@ -24,7 +24,7 @@ STEPS = 6
 class Weight:
     """A training group of one model, whose weight changes with every step by the step's datum."""
 
-    num_ranks, peak_memory, wants_boundary, has_room = 1, 0, False, False
+    num_ranks, wanted_ranks, peak_memory, wants_boundary, has_room = 1, 1, 0, False, False
     recoveries: tuple[Any, ...] = ()
     reshapes: tuple[Any, ...] = ()
     ranks = (SimpleNamespace(rank=0, node_ip="127.0.0.1", node_id="here"),)

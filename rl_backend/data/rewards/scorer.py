@@ -196,7 +196,7 @@ class RewardScorer:
             result = await self._attempt(calls, index, opened)
             if not isinstance(result, _Failure) or not result.again:
                 return result
-            await asyncio.sleep(_PAUSE_SECONDS * 2**attempt)
+            await asyncio.sleep(_PAUSE_SECONDS * 2 ** min(attempt, 6))
         return await self._attempt(calls, index, opened)
 
     async def _attempt(self, calls: Sequence[RewardCall], index: int, opened: _Opened) -> Any:

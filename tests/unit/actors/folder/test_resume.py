@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
+import re
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -207,6 +210,31 @@ def test_damaged_checkpoints_are_passed_over_where_that_is_asked(tmp_path: Path,
     for step in (2, 4, 6, 8):
         damage(checkpoints / f"step-{step:08d}")
     with pytest.raises(CheckpointError, match=r"every checkpoint is damaged: .*step-00000008.*; .*step-00000002"):
+        find_start(config)
+
+
+def test_checkpoints_that_cannot_be_read_are_passed_over_and_those_of_another_format_are_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = config_of(tmp_path, resume="auto", damaged_checkpoint="earlier", keep_checkpoints=0)
+    run(config, 4)
+
+    def read(model: Path) -> Any:
+        if "step-00000004" in str(model):
+            raise OSError(errno.EIO, "Input/output error")
+        return SimpleNamespace(require_files=lambda path: None, files={})
+
+    monkeypatch.setattr("actors.folder.checkpoints.read_manifest", read)
+    start = find_start(config)
+    (warning,) = start.warnings()
+    assert start.step == 2 and "step-00000004 is damaged: [Errno 5] Input/output error. The run goes back to" in warning
+    newest = tmp_path / "run" / "checkpoints" / "step-00000004"
+    (newest / "policy" / "manifest.json").write_text("changed")
+    (warning,) = find_start(config).warnings()
+    assert "it has other bytes than were written. The run goes back to step 2" in warning
+    file = newest / "run.json"
+    file.write_text(re.sub(r'"format": ?1', '"format": 9', file.read_text()))
+    with pytest.raises(CheckpointError, match="step-00000004 has format 9, this version reads format 1; continue with"):
         find_start(config)
 
 

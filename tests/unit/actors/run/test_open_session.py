@@ -159,7 +159,7 @@ def test_what_an_engine_said_is_in_a_file_that_the_error_names(tmp_path: Path, m
 
 
 def session_of(config: Any, **engines: Any) -> Session:
-    group: Any = SimpleNamespace(config=config.runtime_config(), num_ranks=config.ranks)
+    group: Any = SimpleNamespace(config=config.runtime_config(), num_ranks=config.ranks, wanted_ranks=config.ranks)
     rollout: Any = SimpleNamespace(config=config.rollout_config(ClusterShare(3, 4, 0)).replace(**engines), forgotten=0)
     rollout.forget_weights = lambda: setattr(rollout, "forgotten", rollout.forgotten + 1)
     return Session([group], rollout)

@@ -347,6 +347,8 @@ def test_a_user_has_the_options_of_all_and_its_own() -> None:
 def test_users_save_at_steps_of_their_own_or_recover_from_memory() -> None:
     for users, more in (
         ('{"a": {"save_every": 2}, "b": {"save_every": 5}}', ()),
+        ('{"a": {"save_every": 2}, "b": {"save_every": 5}}', ("--ranks", "2", "--min-ranks", "1")),
+        ('{"a": {"save_every": 2}}', ("--recover", "off")),
         ('{"a": {"save_every": 0}}', ("--save-every", "3")),
         ('{"a": {"save_every": 2}, "b": {}}', ("--recover", "memory")),
         ('{"a": {"seed": 3, "engines": 2, "rollout": {"num_engines": 2}}}', ("--seed", "3", "--engines", "2")),

@@ -12,7 +12,9 @@ import pytest
 import ray
 
 from actors import Run, Session
+from actors.cluster.session import RunStopped
 from actors.folder.resume import find_start
+from actors.run.stop import StopRequest
 from actors.train.model import GroupModel
 from actors.train.recovery import Reshaped
 from examples.ppo import PPOConfig
@@ -214,6 +216,19 @@ def test_every_group_must_see_the_model_and_the_run_folder(tmp_path: Path) -> No
         assert not marks[0].exists() and marks[0].parent == tmp_path / "run"
         state = json.loads((tmp_path / "run" / "run.json").read_text())
         assert state["state"] == "failed" and "10.0.0.2" in state["error"]
+
+
+def test_a_run_that_is_to_end_takes_no_ranks_back_before(tmp_path: Path) -> None:
+    config, stop = config_of(tmp_path), StopRequest()
+    session, (trainer,) = session_of(config)
+    grown: list[None] = []
+    trainer.has_room, trainer.grow = True, lambda: grown.append(None)  # type: ignore[attr-defined, misc]
+    with Run(config, session, lambda step, _: stop.ask("SIGTERM") if step == 2 else None, stop=stop) as run:
+        model = run.build_model("mine")
+        run.begin("Mine", {"mine": model})
+        with pytest.raises(RunStopped):
+            take(run, model)
+    assert len(grown) == 1
 
 
 def test_a_group_gets_another_layout_between_two_steps_which_is_said_and_logged(

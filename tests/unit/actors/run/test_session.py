@@ -21,7 +21,7 @@ OPTIONS: dict[str, Any] = {"model": "m", "dataset": "d", "dtype": "float32"}
 
 
 def session_of(config: GRPOConfig | SFTConfig) -> Session:
-    group: Any = SimpleNamespace(config=config.runtime_config(), num_ranks=config.ranks)
+    group: Any = SimpleNamespace(config=config.runtime_config(), num_ranks=1, wanted_ranks=config.ranks)
     engines: Any = config.rollout_config(ClusterShare(3, 4, 0))
     rollout: Any = None if engines is None else SimpleNamespace(config=engines)
     return Session([group] * config.training_groups, rollout)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from actors.train import memory_boundary
 from actors.train.context import HandleRef
 from actors.train.group import TrainGroup
 from actors.train.layout import Layout, check_fewest
-from actors.train.recovery import Recovery
+from actors.train.recovery import MOST_HOLDS, Recovery, StateNotHeldError
 from rl_backend.algorithm import sft_loss
 from rl_backend.contracts import (
     ConfigError,
@@ -96,6 +97,33 @@ def test_a_group_that_moves_trains_on_with_the_same_bits_and_recovers_from_there
         assert group.recoveries[0].steps == (0 if in_memory else 2)
 
 
+def test_a_model_whose_build_nobody_has_read_yet_moves_too(model: Path, holders: list[HolderHere]) -> None:
+    with group_that_recovers(model, in_memory=True) as (group, _):
+        recovery, asked = recovery_of(group), group.build_model.submit(name="policy")
+        group.reshape(1)
+        assert recovery.models.keys() == {1}
+        moved = recovery.models[1] = dataclasses.replace(recovery.models[1], name="as it is laid out now")
+        policy = asked.result()
+        assert recovery.models[policy.key] is moved and len(group.journal) == 1
+
+
+def test_a_build_whose_ranks_get_another_layout_while_it_is_read_is_read_again(
+    model: Path, holders: list[HolderHere], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with group_that_recovers(model) as (group, (rank,)):
+        recovery, collect, read = recovery_of(group), rank.collect, []
+
+        def collect_late(*given: Any) -> list[Any]:
+            if not read:
+                recovery._lay_out(recovery.layout)
+            read.append(given[1])
+            return collect(*given)
+
+        monkeypatch.setattr(rank, "collect", collect_late)
+        policy = group.build_model()
+        assert read == [1, 1] and recovery.models == {1: policy}
+
+
 def test_states_of_a_group_that_has_checkpoints_are_freed_with_the_next(
     model: Path, holders: list[HolderHere], tmp_path: Path
 ) -> None:
@@ -123,6 +151,12 @@ def test_a_group_is_reshaped_between_two_steps_alone(model: Path, holders: list[
         group.optimizer_step(policy)
         with pytest.raises(ConfigError, match=r"world size 3 is not a multiple of tp\*pp\*cp"):
             group.reshape(3, tp=2)
+        for num_ranks in (0, -1):
+            with pytest.raises(ConfigError, match=rf"^num_ranks={num_ranks}: must be at least 1"):
+                group.reshape(num_ranks)
+        group._gpus_per_rank = 0.5
+        with pytest.raises(ConfigError, match=r"^gpus_per_rank=0\.5: "):
+            group.reshape(2)
         assert len(ranks) == 1 and not group.reshapes and group.config.backend_cfg.parallel == ParallelConfig()
     off = TrainGroup.__new__(TrainGroup)._over(RuntimeConfig(hf_path="m"), ranks[0])  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match=r"^TrainGroup\.recover='off'"):
@@ -184,8 +218,21 @@ class Room:
         self.given_back = True
 
 
+def hold_nothing() -> None:
+    raise StateNotHeldError("no memory is free")
+
+
+def test_a_group_tries_to_grow_some_times_alone(model: Path, holders: list[HolderHere]) -> None:
+    with group_that_recovers(model, in_memory=True) as (group, _):
+        recovery: Any = recovery_of(group)
+        room = recovery._room = Room(1)
+        recovery._wanted, recovery._hold_states = recovery.layout, hold_nothing
+        for last in [False] * (MOST_HOLDS - 1) + [True]:
+            assert group.grow() is None and room.given_back is last
+
+
 def test_a_group_without_room_gets_smaller_and_grows_when_there_is_room(
-    model: Path, holders: list[HolderHere], undisturbed: list[Any]
+    model: Path, holders: list[HolderHere], undisturbed: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     said: list[str] = []
     rooms: list[Room] = []
@@ -216,9 +263,13 @@ def test_a_group_without_room_gets_smaller_and_grows_when_there_is_room(
                 ranks[0].is_dead = True
             if step == 3:
                 assert started == [1] and [room.num_ranks for room in rooms] == [3] and not group.has_room
+                assert (recovery.layout.num_ranks, group.wanted_ranks) == (1, 4)
                 free[0] = 9.0
                 rooms[0].is_there = True
                 assert group.has_room
+                with monkeypatch.context() as full:
+                    full.setattr(recovery, "_hold_states", hold_nothing)
+                    assert group.grow() is None and group.has_room and said.pop() == "no memory is free"
                 event = group.grow()
                 assert event is not None and event.describe().endswith(" (the cluster has room again)")
                 assert rooms[0].given_back and not group.has_room and group.grow() is None

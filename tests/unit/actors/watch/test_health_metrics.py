@@ -134,7 +134,7 @@ def test_several_causes_are_several_sentences_and_a_consequence_is_none() -> Non
 def test_a_step_beyond_a_limit_is_told_once_or_stops_the_run(
     limits: dict[str, float], beyond: dict[str, float], within: dict[str, float], words: str
 ) -> None:
-    steps = [HEALTHY, HEALTHY | within, HEALTHY | beyond, HEALTHY | beyond]
+    steps = [HEALTHY | within, HEALTHY | within, HEALTHY | beyond, HEALTHY | beyond]
     warns = HealthWarnings(None, HealthLimits(**limits))  # type: ignore[arg-type]
     ((step, warning),) = told(steps, warns)
     assert step == 3 and words in warning and not warns.stop
@@ -144,6 +144,15 @@ def test_a_step_beyond_a_limit_is_told_once_or_stops_the_run(
     assert told(steps[2:3], stops, 3) == [(3, warning)] and stops.stop == warning
     nothing = HealthLimits(log_prob_gap=None, skipped_updates=None, failed_rewards=None, free_disk_gib=None)
     assert told([HEALTHY | beyond] * 20, HealthWarnings(None, nothing)) == []
+
+
+def test_a_limit_that_is_set_and_watches_nothing_is_told_once() -> None:
+    signs = HealthWarnings(None, HealthLimits(kl=3.0, failed_rewards=0.4, skipped_updates=2, log_prob_gap=None))
+    (first, kl), (second, failed) = told([HEALTHY] * 3, signs)
+    assert first == second == 1 and "health.kl is set, and this step has no metric kl; kl_coef above 0 makes one" in kl
+    assert "no metric rewards_failed or episodes_failed; " in failed
+    assert told([HEALTHY], HealthWarnings(signs.state, HealthLimits(kl=3.0))) == []
+    assert told([HEALTHY | {"kl": 1.0}], HealthWarnings(None, HealthLimits(kl=3.0))) == []
 
 
 def test_a_run_ends_after_the_step_that_is_beyond_a_limit(tmp_path: Path, tied_model: Path) -> None:
@@ -218,6 +227,7 @@ def test_a_run_prints_and_logs_warnings_and_measures_speed_and_memory(
     group: Any = SimpleNamespace(
         config=config.runtime_config(),
         num_ranks=1,
+        wanted_ranks=1,
         ranks=(),
         peak_memory=3 * 2**29,
         run_on_ranks=lambda *_: [],

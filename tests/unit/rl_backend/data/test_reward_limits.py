@@ -232,6 +232,18 @@ def test_a_call_that_fails_is_made_again(kind: str, opened: ExitStack, monkeypat
     assert "raised ConnectionError: no answer" in scores[3].failures[0]
 
 
+def test_pauses_between_many_calls_do_not_grow_without_bound(opened: ExitStack, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scorer, "_PAUSE_SECONDS", 1e-6)
+    made: list[str] = []
+
+    async def fails(solution_str: str, **_: Any) -> float:
+        made.append(solution_str)
+        raise ConnectionError("no answer")
+
+    rewards = opened.enter_context(of(fails, retries=30, on_failure="zero"))
+    assert values(rewards.score(calls("mine"))) == [0] and len(made) == 31
+
+
 @pytest.mark.parametrize(("kind", "times"), [("in a thread", 1), ("asynchronous", 2)])
 def test_a_call_that_took_too_long_is_made_again_where_it_has_ended(kind: str, times: int, opened: ExitStack) -> None:
     let_go, made = threading.Event(), list[str]()
