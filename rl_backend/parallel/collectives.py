@@ -7,8 +7,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C import _distributed_c10d
 from torch.autograd.function import once_differentiable
-from torch.distributed.distributed_c10d import _resolve_process_group
+
+# torch knows a group by its name until it is destroyed.
+_group_named: Callable[[Any], dist.ProcessGroup] = _distributed_c10d._resolve_process_group
 
 # torch 2.13 has new names for these two and warns of the old ones.
 all_gather_into: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -157,12 +160,12 @@ _BACKWARD = {"gather": "scatter", "gather same": "own", "scatter": "gather", "su
 
 @torch.library.custom_op("rl_backend::over_ranks", mutates_args=(), schema="(Tensor x, str how, str group) -> Tensor")
 def _over_ranks(x: Tensor, how: str, group: str) -> Tensor:
-    return _FORMS[how](x, _resolve_process_group(group))
+    return _FORMS[how](x, _group_named(group))
 
 
 @_over_ranks.register_fake
 def _(x: Tensor, how: str, group: str) -> Tensor:
-    size, rows = _resolve_process_group(group).size(), x.shape[0]
+    size, rows = _group_named(group).size(), x.shape[0]
     of_all = {"gather": rows * size, "gather same": rows * size, "sum": rows}
     return x.new_empty(of_all.get(how, rows // size), *x.shape[1:])
 
