@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -81,7 +82,14 @@ class StandingEngine(Engine[StandingHandle]):
     def __init__(self, closed: list[Any]) -> None:
         group = SimpleNamespace(rank=lambda: 0, size=lambda: 1)
         self.groups: Any = SimpleNamespace(
-            device=CPU, dp_rank=1, dp_size=3, dp_group="dp", world_group=group, host_group=group, world_size=1
+            device=CPU,
+            dp_rank=1,
+            dp_size=3,
+            dp_group="dp",
+            world_group=group,
+            host_group=group,
+            world_size=1,
+            timeout=timedelta(minutes=1),
         )
         self.closed = closed
         self.built: list[tuple[Any, ...]] = []
