@@ -100,7 +100,7 @@ def test_runs_of_adapters_share_a_session_and_the_weights_below_them(monkeypatch
     built: list[str] = []
 
     class Group:
-        config, num_ranks = many.runtime_config(), 1
+        config, wanted_ranks = many.runtime_config(), 1
 
         def build_model(self, *, name: str, trainable: bool, hf_path: str) -> Any:
             built.append(hf_path)
