@@ -62,14 +62,17 @@ def test_without_an_environment_a_process_is_a_job_of_its_own(ranks: RankPool, t
 
 
 def timeouts_job(model: str, backend: str, folder: str, port: int, options: dict[str, Any]) -> set[timedelta]:
-    """Of all process groups that a runtime makes, also for what is written in the background."""
+    """Of all process groups of several ranks that a runtime makes, also for what is written in the background."""
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     runtime = create_runtime(RuntimeConfig(hf_path=model, backend=backend, backend_cfg={"device": "cpu", **options}))
     handle = runtime.build_model()
     runtime.save_checkpoint(handle, Path(folder) / backend, asynchronous=True)
     runtime.wait_for_checkpoint(handle)
     groups = dist.distributed_c10d._world.pg_map
-    timeouts = {group._get_backend(torch.device("cpu")).options._timeout for group in groups}
+    # One that Megatron makes with torch's own limit; our checkpoints do not use it.
+    megatrons = "EXPERT_DATA_PARALLEL_GROUP_GLOO"
+    several = (group for group in groups if group.size() > 1 and group.group_desc != megatrons)
+    timeouts = {group._get_backend(torch.device("cpu")).options._timeout for group in several}
     runtime.close()
     return timeouts
 
