@@ -101,10 +101,10 @@ def moved_job(model: str, path: str, prefix: str, size: int) -> list[dict[str, T
     """Megatron's streams when they are saved as ``prefix`` with ``size`` bytes each, before loading that, and after."""
     from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 
-    from rl_backend.runtime.bridge.engine import checkpoints
+    from rl_backend.runtime.bridge.engine import engine
     from rl_backend.runtime.bridge.megatron.cpu import on_cpu
 
-    state_here = checkpoints._random_state
+    state_here = engine._random_state
 
     def state_there(handle: BridgeHandle) -> dict[str, Tensor]:
         here, there = "random.megatron.cpu.", dict[str, Tensor]()
@@ -125,7 +125,7 @@ def moved_job(model: str, path: str, prefix: str, size: int) -> list[dict[str, T
 
         saved = drawn()
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(checkpoints, "_random_state", state_there)
+            patch.setattr(engine, "_random_state", state_there)
             runtime.save_checkpoint(handle, path)
         before = drawn()
         runtime.load_checkpoint(handle, path)
