@@ -74,8 +74,8 @@ class TenantsConfig(RLConfig):
     option_set: ClassVar[OptionSet] = USER | OptionSet(
         follows={
             "rollout.max_adapters": Follows(lambda config: len(config.users)),
-            "rollout.max_adapter_rank": Follows(lambda config: max(user.lora.rank for user in config.each().values())),
-            "rollout.load_tokenizer": Follows(lambda config: any(user.stops_at_strings for user in config.each().values())),
+            "rollout.max_adapter_rank": Follows(lambda config: max(user.lora.rank for user in config.runs().values())),
+            "rollout.load_tokenizer": Follows(lambda config: any(user.stops_at_strings for user in config.runs().values())),
         },
         groups={"users": ("users",)},
         example=f"""{USER.example} --users '{{"ann": {{}}, "bob": {{"lora.rank": 4, "lr": 1e-3}}}}'""",
@@ -88,17 +88,14 @@ class TenantsConfig(RLConfig):
 
     @model_validator(mode="after")
     def _check_users(self) -> Self:
-        require_one_session(self, self.each())
+        require_one_session(self, self.runs())
         return self
 
     @property
     def saves(self) -> bool:
         return any(own.get("save_every", self.save_every) for own in self.users.values())
 
-    def runs(self) -> Mapping[str, UserConfig]:
-        return self.each()
-
-    def each(self) -> dict[str, UserConfig]:
+    def runs(self) -> dict[str, UserConfig]:
         shared = self.model_dump(mode="json", exclude={"users"})
         return {name: self._one(name, shared, own) for name, own in self.users.items()}
 
@@ -121,7 +118,7 @@ def train(config: TenantsConfig, session: Session | None = None) -> dict[str, Ru
         RunFinishedError: nothing is left to do for any user.
         What ends the run of a user, after the others have finished; of several, the first, with notes of the others.
     """
-    users = {name: user for name, user in config.each().items() if has_steps_left(name, user)}
+    users = {name: user for name, user in config.runs().items() if has_steps_left(name, user)}
     if not users:
         raise RunFinishedError(f"all users' runs in {config.run_dir} have finished; raise steps, or a user's, to continue")
     stop = StopRequest()
@@ -187,7 +184,7 @@ def train_user(name: str, config: UserConfig, session: Session, stop: StopReques
 def table(config: TenantsConfig, results: Mapping[str, RunResult]) -> str:
     lines = [f"{'user':12}{'rank':>6}{'lr':>9}{'steps':>7}{'reward before':>15}{'after':>8}{'log-prob gap':>14}"]
     for name, result in results.items():
-        user = config.each()[name]
+        user = config.runs()[name]
         before, after = (
             "-" if value is None else f"{value:.3f}"
             for value in (result.held_out_reward_before, result.held_out_reward_after)

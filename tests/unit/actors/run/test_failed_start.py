@@ -83,7 +83,7 @@ def test_users_who_have_finished_start_nothing(
     files = {"model": f"{tmp_path}/m", "dataset": f"{tmp_path}/train.jsonl", "reward": f"{tmp_path}/reward.py:score"}
     users: dict[str, dict[str, Any]] = {"ann": {}, "bob": {"lr": 1e-3}}
     config = tenants.TenantsConfig(**shared, **files, run_dir=str(tmp_path / "users"), users=users)  # type: ignore[arg-type]
-    for user in config.each().values():
+    for user in config.runs().values():
         take_steps(user, last=10, finish=True)  # type: ignore[arg-type]
     run_command(lambda: tenants.train(config) and None)
     said = f"nothing left to do: all users' runs in {tmp_path}/users have finished; raise steps, or a user's, to continue\n"

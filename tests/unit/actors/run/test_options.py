@@ -331,7 +331,7 @@ def test_options_of_adapters_without_effect_are_refused(arguments: tuple[str, ..
 def test_a_user_has_the_options_of_all_and_its_own() -> None:
     users = '{"ann": {}, "bob": {"dataset": "o", "lora": {"rank": 4}, "lr": 1e-3, "max_response_tokens": 9}}'
     config = read("--users", users, "--lora.alpha", "8", "--run-dir", "x", kind=TenantsConfig)
-    ann, bob = config.each().values()
+    ann, bob = config.runs().values()
     assert isinstance(bob, UserConfig)
     assert (ann.lora.rank, ann.lora.alpha, ann.dataset, ann.run_dir) == (16, 8, "d", "x/ann")
     assert (bob.lora.rank, bob.lora.alpha, bob.dataset, bob.run_dir) == (4, 8, "o", "x/bob")
@@ -360,7 +360,7 @@ def test_a_users_reward_functions_replace_those_of_all() -> None:
     users = '{"ann": {}, "bob": {"reward": {"lax": "c.py:h"}, "chat_template_kwargs": {"y": 1}, "reward_workers": 2}}'
     shared = ("--reward", "strict=a.py:f", "--reward-timeout-seconds", "5", "--chat-template-kwargs", '{"x": 1}')
     arguments = ["--model", "m", "--dataset", "d", *shared, "--users", users]
-    ann, bob = parse_config(TenantsConfig, "", arguments).each().values()
+    ann, bob = parse_config(TenantsConfig, "", arguments).runs().values()
     assert [list(user.reward) for user in (ann, bob)] == [["strict"], ["lax"]]
     assert [user.data.chat_template_kwargs for user in (ann, bob)] == [{"x": 1}, {"y": 1}]
     assert [(user.rewards.timeout_seconds, user.rewards.workers) for user in (ann, bob)] == [(5, 1), (5, 2)]
