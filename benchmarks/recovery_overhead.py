@@ -1,8 +1,8 @@
 """What ``recover=memory`` and ``recover=checkpoint`` cost a step in which nothing is lost.
 
-A group of one rank for each way of recovery, each with the same model of 69M parameters, takes steps in turns of three. The
-first of a turn is not timed: what the step before has left to copy would fall into another group's turn. Pairs are added
-to ``results/recovery.json``, with the medians of all so far.
+A group of one rank for each way of recovery, each with the model of ``checkpoint`` (63M parameters), takes steps in turns of
+three. The first of a turn is not timed: what the step before has left to copy would fall into another group's turn.
+Pairs are added to ``results/recovery.json``, with the medians of all so far.
 
     make bench NAME=recovery_overhead ARGS="--pairs 6"
 """
@@ -26,19 +26,10 @@ from actors.train.context import HandleRef
 from actors.train.group import TrainGroup
 from actors.train.loss import Loss
 from actors.train.pulse import Recover
+from benchmarks.checkpoint import MODEL
 from benchmarks.report import machine, read_result, update_result
 from rl_backend.contracts import NativeConfig, RuntimeConfig, TokenSequence
 
-MODEL = {
-    "vocab_size": 8000,
-    "hidden_size": 768,
-    "intermediate_size": 2304,
-    "num_hidden_layers": 8,
-    "num_attention_heads": 12,
-    "num_key_value_heads": 6,
-    "head_dim": 64,
-    "tie_word_embeddings": False,
-}
 SEQUENCES, LENGTH, TIMED = 2, 256, 2
 SETTLE_SECONDS = 1.0
 WAYS: tuple[Recover, ...] = ("off", "checkpoint", "memory")

@@ -56,8 +56,7 @@ def _run(
     for tensor in _tensors((x, *hidden)):
         # Rows, and of ``Segments.edges`` the segments.
         torch._dynamo.mark_dynamic(tensor, tensor.dim() - 1 if tensor.dtype == torch.int64 else 0)
-    # Shared prefixes or none, gradients or none, and sizes that are plain numbers at first each take a graph.
-    with local_parameters(modules), torch._dynamo.config.patch(recompile_limit=64):
+    with local_parameters(modules):
         return function(layer, x, *hidden)
 
 
@@ -71,6 +70,9 @@ def _tensors(values: tuple[Any, ...]) -> Iterator[Tensor]:
 
 @lru_cache(maxsize=256)
 def _compiled(part: FunctionType, kind: Hashable, backend: str | Callable[..., Any]) -> Callable[..., Any]:
+    # Shared prefixes or none, gradients or none, and sizes that are plain numbers at first each take a graph. Set here, not
+    # around each call, which would take 40 us of a layer.
+    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 64)
     # torch counts compilations by code object, and remembers sizes by name: each kind has its own.
     own = part.__code__.replace(co_name=f"{part.__name__}_{next(_numbers)}")
     function = FunctionType(own, part.__globals__, own.co_name, part.__defaults__, part.__closure__)

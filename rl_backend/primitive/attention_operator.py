@@ -107,17 +107,9 @@ def _blocked_backward(
 
 @_blocked_backward.register_fake
 def _(
-    grad: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    out: Tensor,
-    log_sums: Tensor,
-    edges: Tensor,
-    rows: Tensor | None,
-    sinks: Tensor | None,
+    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *others: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    grads = [x.new_empty(x.shape) for x in (query, key, value)]
+    grads, sinks = [x.new_empty(x.shape) for x in (query, key, value)], others[-1]
     return grads[0], grads[1], grads[2], query.new_empty(0) if sinks is None else query.new_empty(sinks.shape)
 
 

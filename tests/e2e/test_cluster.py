@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from tests.support.clusters import TwoNodes
+from tests.support.runs import steps_of
 
 STEPS, SPREAD_STEPS = 10, 16
 """Of a run that compares with its own beginning, and of one that compares with ``MOST_BEFORE``."""
@@ -83,13 +84,6 @@ def spread_run(
     finally:
         process.kill()
         process.communicate()
-
-
-def steps_of(run_dir: Path) -> list[dict[str, Any]]:
-    path = run_dir / "metrics.jsonl"
-    text = path.read_text() if path.exists() else ""
-    found = [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
-    return [line for line in found if line["step"]]
 
 
 @pytest.mark.long

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ import pytest
 
 from tests.support.clusters import TwoNodes
 from tests.support.lost_node_run import RETURNED, STEPS
+from tests.support.runs import steps_of
 
 _SECONDS = 120.0
 
@@ -27,13 +27,6 @@ def options(task: Path, folder: Path, **changes: Any) -> list[str]:
         **changes,
     }
     return [part for name, value in values.items() for part in (f"--{name}", str(value))]
-
-
-def steps_of(folder: Path) -> list[dict[str, Any]]:
-    path = folder / "metrics.jsonl"
-    text = path.read_text() if path.exists() else ""
-    found = [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
-    return [line for line in found if line["step"]]
 
 
 @pytest.mark.long

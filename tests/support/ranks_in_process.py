@@ -15,7 +15,7 @@ from ray import cloudpickle
 from ray.exceptions import ActorDiedError
 
 from actors.train import memory_boundary, recovery
-from actors.train.context import RankContext
+from actors.train.context import HandleRef, RankContext
 from actors.train.group import TrainGroup
 from actors.train.layout import Layout
 from actors.train.loss import SentLoss
@@ -25,6 +25,7 @@ from actors.train.recovery import Recovery
 from actors.train.worker import run
 from actors.wire import held_memory
 from actors.wire.held_memory import MemoryHolder
+from rl_backend.algorithm import sft_loss
 from rl_backend.contracts import GroupFailedError, TokenSequence
 from rl_backend.contracts.atoms import Operation
 from tests.support.native import VOCAB_SIZE, open_runtime
@@ -213,6 +214,15 @@ def group_that_recovers(
 def sequences(step: int) -> list[TokenSequence]:
     rows = random_token_sequences((9, 5, 12), VOCAB_SIZE, seed=step)
     return [row.with_fields(token_fields={"loss_mask": (torch.arange(len(row)) < len(row) - 1).float()}) for row in rows]
+
+
+def train_step(group: TrainGroup, handle: HandleRef, step: int) -> list[Any]:
+    """What one step gives, of which nothing is waited for before all is asked."""
+    group.zero_grad.submit(handle)
+    passed = group.forward_backward.submit(handle, sequences(step), sft_loss)
+    stepped = group.optimizer_step.submit(handle)
+    group.lr_scheduler_step.submit(handle)
+    return [passed.result().losses, stepped.result()]
 
 
 def assert_same(found: list[Any], expected: list[Any]) -> None:

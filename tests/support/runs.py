@@ -38,6 +38,14 @@ _NOT_COMPARED = ("engines/", "recovery/", "environment_share", "prompt_tokens_ca
 _ROUNDING = 1e-5
 
 
+def steps_of(folder: Path) -> list[dict[str, Any]]:
+    """The whole lines of a run's metrics, of the steps after the first; a line that is being written has no end yet."""
+    path = folder / "metrics.jsonl"
+    text = path.read_text() if path.exists() else ""
+    found = [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
+    return [line for line in found if line["step"]]
+
+
 def outcome(run: Path) -> dict[str, Any]:
     """What runs that are the same have in common: lines of metrics and samples, and digests of weights, by file."""
     found: dict[str, Any] = {}

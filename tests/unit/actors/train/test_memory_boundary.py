@@ -15,11 +15,17 @@ from actors.train.group import TrainGroup
 from actors.train.kept import Kept, KeptOperations
 from actors.train.order import OperationHeader
 from actors.wire import held_memory
-from rl_backend.algorithm import sft_loss
 from rl_backend.contracts import CheckpointError, GroupFailedError
 from rl_backend.contracts.lora import LoRAConfig
 from tests.support.models import write_tiny
-from tests.support.ranks_in_process import HolderHere, assert_same, group_that_recovers, sequences, use_ranks_here
+from tests.support.ranks_in_process import (
+    HolderHere,
+    assert_same,
+    group_that_recovers,
+    sequences,
+    train_step,
+    use_ranks_here,
+)
 
 STEPS = 4
 
@@ -34,21 +40,13 @@ def holders(monkeypatch: pytest.MonkeyPatch) -> list[HolderHere]:
     return use_ranks_here(monkeypatch)[1]
 
 
-def train(group: TrainGroup, handle: HandleRef, step: int) -> list[Any]:
-    group.zero_grad.submit(handle)
-    passed = group.forward_backward.submit(handle, sequences(step), sft_loss)
-    stepped = group.optimizer_step.submit(handle)
-    group.lr_scheduler_step.submit(handle)
-    return [passed.result().losses, stepped.result()]
-
-
 def trained(group: TrainGroup, *, after: Callable[[int], None] = lambda step: None) -> list[Any]:
     """Steps of a model and a tenant beside it, in turn; all that was computed."""
     policy, base = group.build_model(name="policy"), group.build_model(name="base", trainable=False)
     tenant = group.create_lora_adapter(base, LoRAConfig(rank=4, dropout=0.25))
     found: list[Any] = []
     for step in range(1, STEPS + 1):
-        found += [*train(group, policy, step), *train(group, tenant, step)]
+        found += [*train_step(group, policy, step), *train_step(group, tenant, step)]
         after(step)
     outputs = [torch.cat(list(group.forward(handle, sequences(0)).output("log_probs"))) for handle in (policy, tenant)]
     return [*found, *outputs, group.weight_version(policy)]
@@ -114,7 +112,7 @@ def test_a_node_without_room_for_a_copy_leaves_the_state_with_the_ranks(
         group.say_recoveries(said.append)
         policy = group.build_model(name="policy")
         for step in (1, 2, 3):
-            train(group, policy, step)
+            train_step(group, policy, step)
         (line,) = said
         assert "the state of 'policy' has no copy on another node than its ranks' (no room there: it takes" in line
         assert {each.node_id: bool(each.holder._files) for each in holders} == {"here": True, "there": False}
@@ -149,8 +147,8 @@ def test_a_rank_and_the_only_holder_that_die_together_end_the_group_and_say_what
 ) -> None:
     with group_that_recovers(model, in_memory=True) as (group, ranks):
         policy = group.build_model(name="policy")
-        train(group, policy, 1)
-        train(group, policy, 2)
+        train_step(group, policy, 1)
+        train_step(group, policy, 2)
         holders[0].die()
         ranks[0].is_dead = True
         with pytest.raises(GroupFailedError, match=r"the state of 'policy' in memory died too.*resume=auto"):
@@ -164,7 +162,7 @@ def test_only_what_came_since_the_last_step_is_kept(model: Path, holders: list[H
         policy = group.build_model(name="policy")
         sizes = []
         for _ in range(4):
-            train(group, policy, 1)
+            train_step(group, policy, 1)
             group.run_on_ranks(lambda context: None)
             sizes.append((len(kept), kept.nbytes))
         assert sizes[1] == sizes[2] == sizes[3]
@@ -182,7 +180,7 @@ def test_a_state_that_cannot_be_kept_is_said_once_and_the_run_goes_on(
         group.say_recoveries(said.append)
         policy = group.build_model(name="policy")
         for step in range(3):
-            train(group, policy, step)
+            train_step(group, policy, step)
         (line,) = said
         assert "the state of 'policy' could not be kept in memory (MemoryError: it takes" in line
         ranks[0].is_dead = True
@@ -193,12 +191,12 @@ def test_a_state_that_cannot_be_kept_is_said_once_and_the_run_goes_on(
 def test_a_model_that_takes_no_step_any_more_is_kept_by_the_next_holder_too(model: Path, holders: list[HolderHere]) -> None:
     with group_that_recovers(model, in_memory=True) as (group, ranks):
         idle, other = group.build_model(name="idle"), group.build_model(name="other")
-        train(group, idle, 1)
-        train(group, other, 1)
+        train_step(group, idle, 1)
+        train_step(group, other, 1)
         expected = group.forward(idle, sequences(0)).output("log_probs")
         holders[0].die()
         for step in range(2, 5):
-            train(group, other, step)
+            train_step(group, other, step)
         ranks[0].is_dead = True
         assert_same(list(group.forward(idle, sequences(0)).output("log_probs")), list(expected))
         assert len(holders) == 2 and "build_model" in [name for _, name in ranks[1].ran]
@@ -216,10 +214,10 @@ def test_a_copy_that_fails_in_the_middle_leaves_the_one_before(
     with group_that_recovers(model, in_memory=True) as (group, ranks):
         policy = group.build_model(name="policy")
         for step in (1, 2):
-            train(group, policy, step)
+            train_step(group, policy, step)
         monkeypatch.setattr(memory_boundary, "write_state", fails)
         for step in (3, 4):
-            train(group, policy, step)
+            train_step(group, policy, step)
         monkeypatch.setattr(memory_boundary, "write_state", write_state)
         expected = group.forward(policy, sequences(0)).output("log_probs")
         ranks[0].is_dead = True
@@ -235,7 +233,7 @@ def test_ranks_that_die_of_the_copy_itself_are_not_killed_by_it_for_ever(model: 
             rank.dies = lambda header: header.name == "hold_state"
         policy = group.build_model(name="policy")
         for step in range(1, 5):
-            train(group, policy, step)
+            train_step(group, policy, step)
             for rank in ranks:
                 rank.dies = lambda header: header.name == "hold_state"
         assert len(ranks) == 3 and group.weight_version(policy) == 4
@@ -247,11 +245,11 @@ def test_memory_of_a_tenant_that_is_gone_is_freed(model: Path, holders: list[Hol
         base = group.build_model(name="base", trainable=False)
         stays, goes = (group.create_lora_adapter(base, LoRAConfig(rank=2), name=name) for name in ("stays", "goes"))
         for step in (1, 2):
-            train(group, stays, step)
-            train(group, goes, step)
+            train_step(group, stays, step)
+            train_step(group, goes, step)
         group.remove_lora_adapter(goes)
         assert {key.model for key in holders[0].holder._files} == {stays.key}
-        train(group, stays, 3)
+        train_step(group, stays, 3)
         ranks[0].is_dead = True
         group.zero_grad(stays)
         assert group.epoch == 1 and [each.name for each in group.list_lora_adapters(base)] == ["stays"]
@@ -263,14 +261,14 @@ def test_what_a_checkpoint_in_the_background_has_to_write_can_be_written_again(
     """Its state is older than the last step's, which would not bring it back."""
     with group_that_recovers(model, in_memory=True) as (group, ranks):
         policy = group.build_model(name="policy")
-        train(group, policy, 1)
-        train(group, policy, 2)
+        train_step(group, policy, 1)
+        train_step(group, policy, 2)
         path = tmp_path / "saved"
         group.save_checkpoint(policy, path, asynchronous=True)
         group.wait_for_checkpoint(policy)
         moved = path.rename(tmp_path / "elsewhere")  # as if it were not there yet
-        train(group, policy, 3)
-        train(group, policy, 4)
+        train_step(group, policy, 3)
+        train_step(group, policy, 4)
         ranks[0].is_dead = True
         group.zero_grad(policy)
         assert "save_checkpoint" in [name for _, name in ranks[1].ran]
@@ -282,11 +280,11 @@ def test_a_save_that_failed_holds_back_no_later_state(model: Path, holders: list
     (tmp_path / "file").touch()
     with group_that_recovers(model, in_memory=True) as (group, ranks):
         policy = group.build_model(name="policy")
-        train(group, policy, 1)
+        train_step(group, policy, 1)
         with pytest.raises(CheckpointError):
             group.save_checkpoint(policy, tmp_path / "file" / "state")
         for step in (2, 3):
-            train(group, policy, step)
+            train_step(group, policy, step)
         ranks[0].is_dead = True
         group.zero_grad(policy)
         assert group.epoch == 1 and group.recoveries[0].steps == 0

@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from actors.train import memory_boundary
-from actors.train.context import HandleRef
 from actors.train.group import TrainGroup
 from actors.train.layout import Layout, check_fewest
 from actors.train.recovery import MOST_HOLDS, Recovery, StateNotHeldError
@@ -26,7 +25,14 @@ from rl_backend.contracts import (
 )
 from rl_backend.contracts.lora import LoRAConfig
 from tests.support.models import write_tiny
-from tests.support.ranks_in_process import HolderHere, assert_same, group_that_recovers, sequences, use_ranks_here
+from tests.support.ranks_in_process import (
+    HolderHere,
+    assert_same,
+    group_that_recovers,
+    sequences,
+    train_step,
+    use_ranks_here,
+)
 
 
 @pytest.fixture(scope="module")
@@ -39,21 +45,13 @@ def holders(monkeypatch: pytest.MonkeyPatch) -> list[HolderHere]:
     return use_ranks_here(monkeypatch)[1]
 
 
-def step_of(group: TrainGroup, handle: HandleRef, step: int) -> list[Any]:
-    group.zero_grad.submit(handle)
-    passed = group.forward_backward.submit(handle, sequences(step), sft_loss)
-    stepped = group.optimizer_step.submit(handle)
-    group.lr_scheduler_step.submit(handle)
-    return [passed.result().losses, stepped.result()]
-
-
 def trained(group: TrainGroup, after: Callable[[int], None] = lambda step: None) -> list[Any]:
     """Four steps of a model and a tenant; what was asked before ``after`` is read after it."""
     policy, base = group.build_model(name="policy"), group.build_model(name="base", trainable=False)
     tenant = group.create_lora_adapter(base, LoRAConfig(rank=4, dropout=0.25))
     found: list[Any] = []
     for step in range(1, 5):
-        found += [*step_of(group, policy, step), *step_of(group, tenant, step)]
+        found += [*train_step(group, policy, step), *train_step(group, tenant, step)]
         asked = group.forward.submit(policy, sequences(step))
         after(step)
         found.append(torch.cat(list(asked.result().output("log_probs"))))
@@ -129,7 +127,7 @@ def test_states_of_a_group_that_has_checkpoints_are_freed_with_the_next(
 ) -> None:
     with group_that_recovers(model) as (group, _):
         policy = group.build_model(name="policy")
-        step_of(group, policy, 1)
+        train_step(group, policy, 1)
         group.reshape(1)
         (holder,) = holders
         assert holder.holder._files
@@ -137,7 +135,7 @@ def test_states_of_a_group_that_has_checkpoints_are_freed_with_the_next(
         (tmp_path / "draft").rename(tmp_path / "step")
         group.bound(policy, tmp_path / "draft", tmp_path / "step")
         assert holder.is_dead and not holder.holder._files
-        step_of(group, policy, 2)
+        train_step(group, policy, 2)
         group.reshape(1)
         assert len(holders) == 2
 
