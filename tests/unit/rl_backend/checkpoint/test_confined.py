@@ -71,10 +71,10 @@ def test_links_are_followed_inside_of_the_folder_alone(tmp_path: Path) -> None:
         problem = rf"{root} is refused: out is a link out of it, to {outside}/secret; put a copy of the file in its place if"
         with pytest.raises(CheckpointError, match=problem) as caught:
             require_inside(root, "out")
-        assert caught.value.details == {"path": str(root), "name": "out"}
+        assert caught.value.details == {"path": str(root), "name": "out", "is_damaged": False}
         with pytest.raises(CheckpointError, match=rf"{root} is refused: one cannot be followed to a file \(") as caught:
             require_inside(root, "one")
-        assert caught.value.details == {"path": str(root), "name": "one"}
+        assert caught.value.details == {"path": str(root), "name": "one", "is_damaged": False}
 
 
 @pytest.mark.parametrize(
