@@ -12,6 +12,7 @@ import argparse
 import tempfile
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -90,7 +91,7 @@ def measure(train: TrainGroup, policy: HandleRef, rollout: RolloutGroup, transpo
         for name in ways:
             push(name)
             reports[name].clear()
-        seconds = interleave(runs, {name: (lambda name=name: push(name)) for name in ways})
+        seconds = interleave(runs, {name: partial(push, name) for name in ways})
         if transport == "shared_memory":
             plan = syncs["rectangles"]._plan()
             if wrong := train.run_on_ranks(differing, plan)[0]:

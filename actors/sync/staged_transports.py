@@ -208,10 +208,8 @@ def from_source(results: list[Any]) -> Any:
     return result
 
 
-def staged_of_ranks(
-    plan: PushPlan, sent: list[Sequence[TensorInfo]], segments: Mapping[int, Segment], key: str = ""
-) -> Staged:
-    """Joins what ranks say they have sent."""
+def staged_of_ranks(plan: PushPlan, sent: Sequence[Any], segments: Mapping[int, Segment], key: str = "") -> Staged:
+    """Joins the pieces that each rank has sent."""
     pieces = tuple(chain(*sent))
     placed = {"tensors": plan_layout(plan.infos)[0], "parts": pieces} if plan.parts else {"tensors": pieces}
     manifest = WeightManifest(version=plan.version, tensors=()).replace(**placed)
