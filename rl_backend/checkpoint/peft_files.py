@@ -106,7 +106,7 @@ def read_peft_directory(path: Path | str) -> PeftAdapter:
     """
     directory = Path(path)
     try:
-        config = json.loads((directory / CONFIG_FILE).read_text())
+        config = json.loads((directory / CONFIG_FILE).read_text(encoding="utf-8"))
         tensors = load_file(directory / WEIGHTS_FILE)
     except (OSError, ValueError, SafetensorError) as error:
         raise CheckpointError.at(directory, f"is no adapter in peft's format: {error}") from error

@@ -216,7 +216,8 @@ def _tokens_at(log_probs: Tensor, numbers: Tensor) -> Tensor:
     # Rounding must not reach the end, where tokens may follow that have no probability.
     total = ends[:, -1]
     places = torch.minimum(numbers * total, torch.nextafter(total, torch.zeros_like(total)))
-    return torch.searchsorted(ends, places[:, None], right=True).squeeze(-1)
+    # Of numbers that are none, some token: that its log-prob is none is told where responses are read.
+    return torch.searchsorted(ends, places[:, None], right=True).squeeze(-1).clamp(max=ends.shape[-1] - 1)
 
 
 def bind_stores_to_their_address() -> None:
