@@ -177,7 +177,7 @@ class Training:
         longest: tokens of a datum.
         max_rank: of an adapter, and ``max_runs`` of them at one time.
         kinds: of modules that ``train_mlp`` adapts.
-        boundaries: a folder of its own for the states from which new ranks continue; None for a group without recovery.
+        boundaries: a folder for the states from which new ranks continue; None for a group without recovery.
 
     Attributes:
         failed: why the group has ended; empty while it runs.
@@ -202,8 +202,7 @@ class Training:
         self._max_rank, self._max_runs, self._kinds = max_rank, max_runs, kinds
         self._boundaries = boundaries
         if boundaries is not None:
-            shutil.rmtree(boundaries, ignore_errors=True)
-            boundaries.mkdir(parents=True)
+            boundaries.mkdir(parents=True, exist_ok=True)
         self.base = group.build_model(name="base", trainable=False)
         self.failed = ""
         self.passes = self.tokens = self.steps = 0
@@ -239,14 +238,17 @@ class Training:
         if over:
             self._finish(job.request_id, Result.failed(over, "server"))
 
-    def has_room(self, run_id: str, seq_id: int, size: int, most: int) -> bool:
-        """Whether a request of so many bytes may wait too: the next one of its run always, others up to ``most`` bytes."""
+    def is_next(self, run_id: str, seq_id: int) -> bool:
+        """Whether nothing of its run has to come before a request."""
         with self._changed:
             run = self._runs.get(run_id)
-            if run is None or seq_id <= run.next_seq:
-                return True
-            waiting = sum(job.size for each in self._runs.values() for job in each.waiting.values())
-        return waiting + size <= most
+            return run is None or seq_id <= run.next_seq
+
+    @property
+    def waiting_bytes(self) -> int:
+        """Of requests that wait."""
+        with self._changed:
+            return sum(job.size for each in self._runs.values() for job in each.waiting.values())
 
     def end(self, run_id: str, why: str) -> None:
         """Frees the run's adapter; what waits of it, and what comes, fails."""
