@@ -46,7 +46,11 @@ def test_a_submitted_job_learns_the_task(head: HeadNode, task: Path, warm_model:
     ("settings", "message"),
     [
         ({"RAY_AUTH_TOKEN": "0" * 64}, "the token found here is not this cluster's"),
-        ({"RAY_AUTH_TOKEN": "", "RAY_AUTH_MODE": "", "HOME": "/nonexistent"}, "it wants a token, and none was found here"),
+        pytest.param(
+            {"RAY_AUTH_TOKEN": "", "RAY_AUTH_MODE": "", "HOME": "/nonexistent"},
+            "it wants a token, and none was found here",
+            marks=pytest.mark.long,
+        ),
     ],
 )
 def test_a_job_without_the_right_token_is_refused(head: HeadNode, settings: dict[str, str], message: str) -> None:

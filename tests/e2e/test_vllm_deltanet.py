@@ -113,10 +113,9 @@ def test_bfloat16_is_computed_by_vllms_own_kernel(deltanet_engines: DeltaNetEngi
         assert gap <= 3 * rounding
 
 
+@pytest.mark.long
 @pytest.mark.shows("lora: tenants on attention, DeltaNet projections and feed-forward of Qwen3.5 are served on a CPU")
-@pytest.mark.parametrize(
-    ("name", "feed_forward"), [("dense", FEED_FORWARD), pytest.param("mixture", SHARED_EXPERT, marks=pytest.mark.long)]
-)
+@pytest.mark.parametrize(("name", "feed_forward"), [("dense", FEED_FORWARD), ("mixture", SHARED_EXPERT)])
 def test_adapters_of_every_kind_of_module(
     deltanet_engines: DeltaNetEngines, name: str, feed_forward: tuple[str, ...]
 ) -> None:

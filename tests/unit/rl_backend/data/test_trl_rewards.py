@@ -187,8 +187,13 @@ def test_a_function_of_trl_is_given_the_columns_as_copies(options: dict[str, Any
         ("named", {}, "returned a dict for 3 responses"),
         ("unordered", {}, "returned a set for 3 responses"),
         ("fails", {}, "raised ValueError: no judge"),
-        ("fails", {"processes": True}, "raised ValueError: no judge"),
-        ("sleeps", {"processes": True, "timeout_seconds": 0.5}, "took longer than reward_timeout_seconds=0.5"),
+        pytest.param("fails", {"processes": True}, "raised ValueError: no judge", marks=pytest.mark.long),
+        pytest.param(
+            "sleeps",
+            {"processes": True, "timeout_seconds": 0.5},
+            "took longer than reward_timeout_seconds=0.5",
+            marks=pytest.mark.long,
+        ),
         ("sleeps", {"timeout_seconds": 0.2}, "took longer than reward_timeout_seconds=0.2"),
     ],
 )
