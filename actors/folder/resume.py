@@ -132,6 +132,8 @@ def find_start(config: RunConfig) -> RunStart:
     own = checkpoints_of(config)
     with usable_run_dir(config.run_dir), suppress(FileNotFoundError, NotADirectoryError):
         os.stat(config.run_dir)
+    if Path(config.run_dir, "model").resolve() == Path(config.model).resolve():
+        raise ConfigError.of("run_dir", config.run_dir, "its model/ is the model that training begins with; choose another")
     if config.resume is None:
         require_new_run(config.run_dir)
         return RunStart()
@@ -202,6 +204,18 @@ def require_new_run(path: Path | str) -> None:
         raise ConfigError.of(
             "run_dir", str(path), "holds another run; choose a new directory, remove it, or continue it with resume=auto"
         )
+    _require_no_model(Path(path))
+
+
+def _require_no_model(path: Path) -> None:
+    # Both have a config.json.
+    text = ""
+    with usable_run_dir(path), suppress(FileNotFoundError, NotADirectoryError):
+        if not (path / "run.json").exists():
+            text = (path / "config.json").read_text(encoding="utf-8", errors="replace")
+    if '"model_type"' in text:
+        problem = "is a model's directory, and the run would replace its config.json; choose a new directory"
+        raise ConfigError.of("run_dir", str(path), problem)
 
 
 def checkpoints_of(config: RunConfig) -> RunCheckpoints:
@@ -209,6 +223,7 @@ def checkpoints_of(config: RunConfig) -> RunCheckpoints:
 
 
 def _may_be_replaced(config: RunConfig) -> bool:
+    _require_no_model(Path(config.run_dir))
     if not (Path(config.run_dir) / "config.json").exists():
         return False
     earlier = read_file_of_run(config.run_dir, "config.json")
