@@ -204,18 +204,21 @@ def require_new_run(path: Path | str) -> None:
         raise ConfigError.of(
             "run_dir", str(path), "holds another run; choose a new directory, remove it, or continue it with resume=auto"
         )
-    _require_no_model(Path(path))
+    _require_no_others(Path(path))
 
 
-def _require_no_model(path: Path) -> None:
-    # Both have a config.json.
-    text = ""
-    with usable_run_dir(path), suppress(FileNotFoundError, NotADirectoryError):
+def _require_no_others(path: Path) -> None:
+    """Refuses data and a model that have the names of a run's files, which would replace them."""
+    found: list[str] = []
+    with usable_run_dir(path):
+        # That of a run is there before anything is in its logs. Its config.json comes first.
         if not (path / "run.json").exists():
-            text = (path / "config.json").read_text(encoding="utf-8", errors="replace")
-    if '"model_type"' in text:
-        problem = "is a model's directory, and the run would replace its config.json; choose a new directory"
-        raise ConfigError.of("run_dir", str(path), problem)
+            found = [name for name in LOGS[1:] if (path / name).exists() and (path / name).stat().st_size]
+            config = path / "config.json"
+            if config.exists() and '"model_type"' in config.read_text(encoding="utf-8", errors="replace"):
+                found.append(config.name)
+    if found:
+        raise ConfigError.of("run_dir", str(path), f"has a {found[0]} that the run would replace; choose a new directory")
 
 
 def checkpoints_of(config: RunConfig) -> RunCheckpoints:
@@ -223,7 +226,7 @@ def checkpoints_of(config: RunConfig) -> RunCheckpoints:
 
 
 def _may_be_replaced(config: RunConfig) -> bool:
-    _require_no_model(Path(config.run_dir))
+    _require_no_others(Path(config.run_dir))
     if not (Path(config.run_dir) / "config.json").exists():
         return False
     earlier = read_file_of_run(config.run_dir, "config.json")
