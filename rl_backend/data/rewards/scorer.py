@@ -246,6 +246,8 @@ class RewardScorer:
             results = None if isinstance(result, str | Mapping | Set) else list(result)
         except TypeError:
             results = None
+        except Exception as error:  # noqa: BLE001 of a generator, which runs now
+            results = [_failure(Raised(error))] * len(calls)
         if results is None or len(results) != len(calls):
             returned = f"a {type(result).__name__}" if results is None else f"{len(results)} numbers"
             problem = f"returned {returned} for {len(calls)} responses; have it return a list with a number for each"
@@ -329,6 +331,8 @@ class Scoring:
             try:
                 return there.result(timeout=BEAT_SECONDS)
             except TimeoutError:
+                if there.done():  # or it is what the calls have raised
+                    return there.result()
                 self._scorer._require_beat()
 
 

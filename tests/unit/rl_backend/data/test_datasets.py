@@ -14,8 +14,8 @@ import pytest
 
 from rl_backend.contracts import BatchError
 from rl_backend.data.datasets import data_files, open_rows
-from rl_backend.data.examples import DataConfig
-from rl_backend.data.prompts import load_prompts, read_examples
+from rl_backend.data.examples import DataConfig, read_examples
+from rl_backend.data.prompts import load_prompts
 from rl_backend.data.rows import Row
 from rl_backend.data.sft import load_sft_examples
 from tests.support.chat_templates import chat_tokenizer
