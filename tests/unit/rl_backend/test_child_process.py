@@ -14,6 +14,7 @@ import psutil
 import pytest
 
 from tests.support.claims import ROOT
+from tests.support.matrix import sampled
 
 SECONDS = 5.0
 """How long the processes may take to end."""
@@ -99,7 +100,6 @@ time.sleep(2.0)
 """,
     "server_of_forks_that_is_importing": """
 from tests.support.rank_pool import RankPool
-from tests.support.matrix import sampled
 
 pool = RankPool(2, preload=["slow_to_import"])
 threading.Thread(target=pool.run, args=(time.sleep, 600), daemon=True).start()
