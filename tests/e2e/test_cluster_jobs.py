@@ -41,16 +41,13 @@ def test_a_submitted_job_learns_the_task(head: HeadNode, task: Path, warm_model:
     assert (tmp_path / "run" / "model" / "config.json").exists()
 
 
+@pytest.mark.long
 @pytest.mark.shows("cluster: a job with a wrong or missing token is refused in one line")
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
         ({"RAY_AUTH_TOKEN": "0" * 64}, "the token found here is not this cluster's"),
-        pytest.param(
-            {"RAY_AUTH_TOKEN": "", "RAY_AUTH_MODE": "", "HOME": "/nonexistent"},
-            "it wants a token, and none was found here",
-            marks=pytest.mark.long,
-        ),
+        ({"RAY_AUTH_TOKEN": "", "RAY_AUTH_MODE": "", "HOME": "/nonexistent"}, "it wants a token, and none was found here"),
     ],
 )
 def test_a_job_without_the_right_token_is_refused(head: HeadNode, settings: dict[str, str], message: str) -> None:

@@ -22,6 +22,7 @@ from actors.sync.gpu_transports import StreamingTransport
 from actors.sync.push import WeightSync
 from actors.sync.source import SourceRanks
 from actors.sync.staged_transports import PushPlan, SharedMemoryTransport
+from actors.wire.segment import Segment
 from rl_backend.contracts import EngineDeadError, EngineDirtyError, RolloutError, TensorInfo, UnsupportedError
 from tests.e2e.conftest import CLUSTER_CPUS
 from tests.support.engines import GroupWithoutModel
@@ -125,6 +126,7 @@ class StreamedTransport(StreamingTransport):
 
     def __init__(self) -> None:
         self._staging = SharedMemoryTransport()
+        self._segment: Segment | None = None
         self.failure: Exception | None = None
 
     def problem_of_gpus(self, plan: PushPlan, rollout: EngineSet) -> str:
@@ -136,7 +138,9 @@ class StreamedTransport(StreamingTransport):
     def connect(self, plan: PushPlan, train: SourceRanks, rollout: EngineSet) -> None:
         self._staged = self._staging.stage(plan, train, rollout)
         segment = self._staged.segments[rollout.engines[0]]
-        rollout.call("init_transfer", {"kind": "staged", "path": segment.path, "nbytes": segment.nbytes})
+        if segment != self._segment:  # else an update that is open would lose its receiver, and could not be mended
+            self._segment = segment
+            rollout.call("init_transfer", {"kind": "staged", "path": segment.path, "nbytes": segment.nbytes})
 
     def reconnect(self) -> None:
         """Nothing to do: every push connects."""
