@@ -315,7 +315,11 @@ class Training:
         ]
         if not targets:
             raise ConfigError("lora_config: train_attn, train_mlp and train_unembed are all false; nothing would be trained")
-        return LoRAConfig(rank=rank, alpha=ALPHA, targets=tuple(targets), seed=int(asked.get("seed") or 0))
+        # As the hosted service trains mixtures.
+        shares = "experts" in targets
+        return LoRAConfig(
+            rank=rank, alpha=ALPHA, targets=tuple(targets), experts_share_factor=shares, seed=int(asked.get("seed") or 0)
+        )
 
     def save(self, run: Run, folder: Path, *, state: bool) -> None:
         """Writes the adapter, with ``state`` what training continues from as well. ``folder`` is complete or not there."""

@@ -181,16 +181,24 @@ def test_adapters_that_are_refused(
 
 
 @pytest.mark.long
-@pytest.mark.shows("rollout: an engine of two workers, which share the heads of gated DeltaNet, has transformers' log-probs")
+@pytest.mark.shows(
+    "rollout: an engine of two workers, which share the heads of gated DeltaNet and adapters, has transformers' log-probs"
+)
 @pytest.mark.parametrize("name", ["dense", "mixture"])
 def test_workers_share_the_heads(deltanet_engines: DeltaNetEngines, name: str) -> None:
     one = deltanet_engines.served(name)
-    config = config_of(name, one.model, tensor_parallel=2, cores=((0, 1),), max_adapters=0)
+    config = config_of(name, one.model, tensor_parallel=2, cores=((0, 1),))
+    ends = (*ATTENTION, *DELTANET, *(FEED_FORWARD if name == "dense" else SHARED_EXPERT))
+    adapted = [module for module, _ in one.trainer.model.named_modules() if module.endswith(ends)]
     with DeltaNetGroup(config) as rollout, WeightSync(one.trainer.source, rollout) as sync:
         for _ in range(2):
             one.trainer.advance(0.3)
             sync.push()
             assert max(one.trainer.gaps(rollout.generate(PROMPTS, SAMPLING))) <= 1e-5
+        factors, merged = random_adapter(one.trainer, adapted)
+        assert push_factors(rollout, factors, 1) is None
+        samples = rollout.generate(PROMPTS, SAMPLING, adapter="poet")
+        assert max(merged.gaps(samples)) <= 1e-5 < 1e-3 < max(one.trainer.gaps(samples))
 
 
 @pytest.mark.long

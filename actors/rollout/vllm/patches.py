@@ -100,7 +100,9 @@ def name_weight_loaders(model: nn.Module) -> None:
 
 
 def keep_adapters_from_experts() -> None:
-    """From now on experts have the kernels that they have without adapters, and take none."""
+    """From now on experts of a CPU have the kernels that they have without adapters, and take none."""
+    if not current_platform.is_cpu():
+        return
     chosen = unquantized_fused_moe_method.select_unquantized_moe_backend
 
     def select(moe_config: Any) -> Any:

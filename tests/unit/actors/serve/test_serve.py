@@ -26,7 +26,7 @@ from actors.serve.check import CheckFailedError, check_server
 from actors.serve.restarts import ServerLostError
 from actors.serve.sampling import Sampling
 from actors.serve.store import REQUESTS, RUNS, Result, Store
-from actors.serve.training import Call
+from actors.serve.training import Call, Training
 from actors.serve.wire import read_header
 from rl_backend.contracts import BatchError, ConfigError, EngineDeadError
 from tests.support.actors_in_process import until
@@ -498,3 +498,11 @@ def test_limits_are_finite_numbers(name: str, tmp_path: Path) -> None:
         options = {"disk_gib": None, "requests_per_second": None, "state": tmp_path, name: wrong}
         with pytest.raises(ConfigError, match=f"{name}.*expected a finite number above 0"):
             command.serve(argparse.Namespace(**options))
+
+
+def test_clients_of_a_mixture_train_experts_that_share_a_factor() -> None:
+    for kinds in (("feed_forward", "experts"), ("feed_forward",)):
+        server: Any = SimpleNamespace(_max_rank=8, _kinds=kinds)
+        asked = [{"rank": 8}, {"rank": 8, "train_mlp": False}]
+        found = [Training.config_of(server, each).experts_share_factor for each in asked]
+        assert found == ["experts" in kinds, False]
