@@ -220,11 +220,11 @@ def open_server(options: argparse.Namespace, store: Store) -> Iterator[Server]:
             kv_cache_gib=options.kv_cache_gib,
             **({"gpus_per_worker": share.gpus} if share.gpus else {}),
         )
+        # Ranks start, and load the base, meanwhile; on a GPU that both share an engine measures first what is free.
+        engines = stack.enter_context(RolloutGroup(rollout, wait=0 < share.gpus < 1))
         with phases.phase("ranks", f"starting {options.ranks} of {options.runtime}"):
             made = TrainGroup(runtime, options.ranks, share.cores_per_rank, share.gpus, recover=options.recover)
             group = stack.enter_context(made)
-        with phases.phase("engines", f"starting {options.engines}"):
-            engines = stack.enter_context(RolloutGroup(rollout))
         config = text_config(read_hf_config(model))
         futures = Futures(store)
         with phases.phase("model", "loading the base"):
@@ -240,6 +240,8 @@ def open_server(options: argparse.Namespace, store: Store) -> Iterator[Server]:
                 boundaries=store.folder / "boundaries" if options.recover == "checkpoint" else None,
             )
         stack.callback(training.close)
+        with phases.phase("engines", f"starting {options.engines}"):
+            engines.join()
         sampling = Sampling(engines, end_tokens(model), most_pushed=_MOST_PUSHED)
         limits = Limits(
             session_timeout=options.session_timeout,
