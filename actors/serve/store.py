@@ -258,6 +258,7 @@ class Store:
             connection.execute(open_requests.values(values))
             over = f"{restarted}, and the run's weights since its last save are gone: create a run from a checkpoint of it"
             connection.execute(sql.update(RUNS).where(RUNS.c.over == "").values(over=over))
+        shutil.rmtree(self.folder / "boundaries", ignore_errors=True)
         known = {Path(row["folder"] or "").name for table in (CHECKPOINTS, SAMPLERS) for row in self.rows(table)}
         for folder in (*self.folder.glob("checkpoints/*"), *self.folder.glob("snapshots/*")):
             if folder.name not in known:

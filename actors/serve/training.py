@@ -180,7 +180,7 @@ class Training:
         longest: tokens of a datum.
         max_rank: of an adapter, and ``max_runs`` of them at one time.
         kinds: of modules that ``train_mlp`` adapts.
-        boundaries: a folder of its own for the states from which new ranks continue; None for a group without recovery.
+        boundaries: a folder for the states from which new ranks continue; None for a group without recovery.
 
     Attributes:
         failed: why the group has ended; empty while it runs.
@@ -205,8 +205,7 @@ class Training:
         self._max_rank, self._max_runs, self._kinds = max_rank, max_runs, kinds
         self._boundaries = boundaries
         if boundaries is not None:
-            shutil.rmtree(boundaries, ignore_errors=True)
-            boundaries.mkdir(parents=True)
+            boundaries.mkdir(parents=True, exist_ok=True)
         self.base = group.build_model(name="base", trainable=False)
         self.failed = ""
         self.passes = self.tokens = self.steps = 0
@@ -244,14 +243,17 @@ class Training:
         if over:
             self._finish({job.request_id: Result.failed(over, "server")})
 
-    def has_room(self, run_id: str, seq_id: int, size: int, most: int) -> bool:
-        """Whether a request of so many bytes may wait too: the next one of its run always, others up to ``most`` bytes."""
+    def is_next(self, run_id: str, seq_id: int) -> bool:
+        """Whether nothing of its run has to come before a request."""
         with self._changed:
             run = self._runs.get(run_id)
-            if run is None or seq_id <= run.next_seq:
-                return True
-            waiting = sum(job.size for each in self._runs.values() for job in each.waiting.values())
-        return waiting + size <= most
+            return run is None or seq_id <= run.next_seq
+
+    @property
+    def waiting_bytes(self) -> int:
+        """Of requests that wait."""
+        with self._changed:
+            return sum(job.size for each in self._runs.values() for job in each.waiting.values())
 
     def end(self, run_id: str, why: str) -> None:
         """Frees the run's adapter; what waits of it, and what comes, fails."""
@@ -318,7 +320,11 @@ class Training:
         ]
         if not targets:
             raise ConfigError("lora_config: train_attn, train_mlp and train_unembed are all false; nothing would be trained")
-        return LoRAConfig(rank=rank, alpha=ALPHA, targets=tuple(targets), seed=int(asked.get("seed") or 0))
+        # As the hosted service trains mixtures.
+        shares = "experts" in targets
+        return LoRAConfig(
+            rank=rank, alpha=ALPHA, targets=tuple(targets), experts_share_factor=shares, seed=int(asked.get("seed") or 0)
+        )
 
     def save(self, run: Run, folder: Path, *, state: bool) -> None:
         """Writes the adapter, with ``state`` what training continues from as well. ``folder`` is complete or not there."""

@@ -29,6 +29,7 @@ from rl_backend.contracts import (
     PackedBatch,
     RuntimeConfig,
     TensorInfo,
+    TensorPart,
     UnsupportedError,
     WeightCheckError,
     WeightShard,
@@ -237,6 +238,10 @@ class GuardedRuntime[H: GuardedHandle](Runtime[AnyHandle]):
     @guarded
     def export_shards(self, handle: AnyHandle, *, dtype: torch.dtype | None = None) -> Iterator[WeightShard]:
         return self.engine.shards(cast(H, handle), dtype)
+
+    @guarded
+    def shard_infos(self, handle: AnyHandle, *, dtype: torch.dtype | None = None) -> tuple[TensorPart, ...]:
+        return () if isinstance(handle, TenantHandle) else self.engine.shard_infos(cast(H, handle), dtype)
 
     @guarded
     def export_gradients(self, handle: AnyHandle, *, names: Collection[str] | None = None) -> Iterator[tuple[str, Tensor]]:

@@ -233,6 +233,15 @@ class Runtime[H](ABC):
             dtype: as for :meth:`export_weights`.
         """
 
+    @Atom(join=None)
+    def shard_infos(self, handle: H, *, dtype: torch.dtype | None = None) -> tuple[contracts.TensorPart, ...]:
+        """The rectangles that ``export_shards`` yields on all ranks, each weight once, in the order of ``weight_infos``. The
+        same on every rank. Not a collective.
+
+        Empty where ranks hold no rectangles of the weights themselves: in ``bridge``, and of a LoRA tenant.
+        """
+        return ()
+
     @Atom(Needs(("grad",), trained=True, whole_gradients=True), join=None)
     @_optional
     def export_gradients(self, handle: H, *, names: Collection[str] | None = None) -> Iterator[tuple[str, Tensor]]:

@@ -151,11 +151,15 @@ class RolloutGroup:
             EngineDeadError, EngineDirtyError: an engine was lost and is not replaced, or was too often.
             RolloutError: a tenant that has not been pushed, weights with an adapter merged into them, or engines that
                 sleep or have no weights.
-            TimeoutError: no answer within ``timeout`` seconds.
+            TimeoutError: no answer within ``timeout`` seconds; what is left is given up.
             WeightVersionError: an engine's weights are older than ``require_version``.
         """
         pending = self.submit(prompts, sampling, seeds=seeds, require_version=require_version, adapter=adapter)
-        return pending.result(timeout)
+        try:
+            return pending.result(timeout)
+        except BaseException:  # Ctrl-C too: nobody gets what engines would still sample
+            pending.cancel()
+            raise
 
     def submit(
         self,
@@ -167,6 +171,8 @@ class RolloutGroup:
         adapter: str | Sequence[str | None] | None = None,
     ) -> PendingSamples:
         """:meth:`generate` without waiting. A later push waits for it, so it samples with the present weights."""
+        # Copies: requests are sent later, when engines have room.
+        prompts = [list(prompt) for prompt in prompts]
         engines, n = self.engine_set, sampling.n
         require_tokenizer(self.config, sampling)
         check_prompts(prompts, n, seeds, next(iter(engines.infos.values())))

@@ -21,7 +21,8 @@ from actors.folder.checkpoints import StreamPosition, load_drawn, save_drawn
 from actors.rollout.group.calls import PendingSamples
 from actors.rollout.messages import Response, Routes, VersionSpan, sample_seeds
 from rl_backend.contracts import CheckpointError, EngineDeadError
-from rl_backend.data.prompts import Prompt, PromptExample
+from rl_backend.data.examples import PromptExample
+from rl_backend.data.prompts import Prompt
 from tests.support.actors_in_process import until
 from tests.support.submitted import Submitted
 

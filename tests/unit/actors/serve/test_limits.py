@@ -75,7 +75,7 @@ def test_what_a_key_has_on_the_disk_is_bounded_and_deleting_makes_room(model: Pa
         assert save(6, path="a")["path"] == first["path"]
         assert "exists" in save(7, sampling_session_seq_id=0)["error"]
     # What no row has is what was being written when a server ended; the snapshot counts on.
-    for lost in ("checkpoints/lost", "snapshots/lost"):
+    for lost in ("checkpoints/lost", "snapshots/lost", "boundaries/lost"):
         (tmp_path / lost / "adapter").mkdir(parents=True)
     with served(model, tmp_path) as again:
         assert not list(tmp_path.glob("*/lost")) and again.server.used_bytes("ann") == pytest.approx(3 * size, abs=100)
