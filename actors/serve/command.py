@@ -203,15 +203,18 @@ def open_server(options: argparse.Namespace, store: Store) -> Iterator[Server]:
         share = share_cluster(ranks, engines, take_turns=True)
         plans = [_plan(name, folder, options, share) for name, folder in folders.items()]
         futures, models = Futures(store), list[ServedModel]()
+        # Ranks start, and load the bases, meanwhile; on a GPU that both share an engine measures first what is free.
+        rollouts = [stack.enter_context(RolloutGroup(plan.rollout, wait=0 < share.gpus < 1)) for plan in plans]
         with phases.phase("ranks", f"starting {ranks} of {options.runtime}"):
             sizes = options.ranks, share.cores_per_rank, share.gpus
             groups = [stack.enter_context(TrainGroup(plan.runtime, *sizes, recover=options.recover)) for plan in plans]
-        with phases.phase("engines", f"starting {engines}"):
-            rollouts = [stack.enter_context(RolloutGroup(plan.rollout)) for plan in plans]
         with phases.phase("model", "loading the base"):
             for plan, group, rollout in zip(plans, groups, rollouts, strict=True):
                 models.append(_served(plan, group, rollout, futures, store, options))
                 stack.callback(models[-1].training.close)
+        with phases.phase("engines", f"starting {engines}"):
+            for rollout in rollouts:
+                rollout.join()
         limits = Limits(
             session_timeout=options.session_timeout,
             keep_results=options.keep_results,

@@ -12,7 +12,7 @@ import time
 import uuid
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -106,29 +106,32 @@ class Futures:
         self._store = store
         self.errors = 0
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._waiting: dict[str, asyncio.Event] = {}
+        self._waiting: dict[str, asyncio.Future[Result | None]] = {}
 
-    def finish(self, request_id: str, result: Result) -> None:
-        found = self._keep(request_id, result)
-        if found is not None:
+    def finish(self, answers: Mapping[str, Result]) -> None:
+        """Answers requests, by their ids, for good."""
+        kept = self._keep(answers)
+        for request_id, found in kept.items():
+            result = answers[request_id]
             self.errors += result.is_error
             said = {"error": result.body.decode()[:500]} if result.is_error else {}
             seconds = round(time.time() - found.pop("created"), 3)
             request_log.info(json.dumps({"request": request_id, **found, "seconds": seconds, **said}))
         loop = self._loop
         if loop is not None and not loop.is_closed():
-            loop.call_soon_threadsafe(self._wake, request_id, *([] if found is None else [found["scope"]]))
+            of_scopes: dict[str, Result | None] = dict.fromkeys(found["scope"] for found in kept.values())
+            loop.call_soon_threadsafe(self._wake, of_scopes | {each: answers[each] for each in kept})
 
-    def _keep(self, request_id: str, result: Result) -> dict[str, Any] | None:
+    def _keep(self, answers: Mapping[str, Result]) -> dict[str, dict[str, Any]]:
         """Tries for a minute: a database that is locked, or a disk that is full, must not end training for all."""
         last = time.monotonic() + _WRITE_SECONDS
         while True:
             try:
-                return self._store.finish(request_id, result)
+                return self._store.finish(answers)
             except OperationalError as error:
                 if time.monotonic() > last:
                     raise
-                logger.warning("an answer could not be written, and is tried again: %s", error.orig)
+                logger.warning("answers could not be written, and are tried again: %s", error.orig)
                 time.sleep(1.0)
 
     async def result(self, request_id: str, owner: str, seconds: float) -> Result | None:
@@ -137,40 +140,36 @@ class Futures:
         Raises:
             UnknownError: no such request of this owner.
         """
-        self._loop = asyncio.get_running_loop()
-        event = self._waiting.setdefault(request_id, asyncio.Event())
-        # Looked up after the event is there: an answer that comes in between sets it.
-        for last in (False, True):
-            found = self._store.get(REQUESTS, id=request_id, owner=owner)
-            if found is None:
-                self._waiting.pop(request_id, None)
-                raise UnknownError(f"request {request_id!r} is not known, or was answered longer than --keep-results ago")
-            if found["finished"] is not None:
-                self._waiting.pop(request_id, None)
-                return Result(found["media"], found["body"])
-            if last:
-                return None
-            try:
-                await asyncio.wait_for(event.wait(), seconds)
-            except TimeoutError:
-                return None
-        return None
+        answer = self._next(request_id)
+        # Looked up after it is waited for: an answer that comes in between is not missed.
+        found = self._store.get(REQUESTS, id=request_id, owner=owner)
+        if found is None:
+            self._waiting.pop(request_id, None)
+            raise UnknownError(f"request {request_id!r} is not known, or was answered longer than --keep-results ago")
+        if found["finished"] is not None:
+            self._waiting.pop(request_id, None)
+            return Result(found["media"], found["body"])
+        await asyncio.wait([answer], timeout=seconds)
+        return answer.result() if answer.done() else None
 
     async def completed(self, sampler: str, client: int, after: int, seconds: float) -> list[dict[str, Any]]:
         """Requests of one client of a sampler that were answered since, in that order; empty after that time."""
-        self._loop = asyncio.get_running_loop()
-        event = self._waiting.setdefault(sampler, asyncio.Event())
+        answer = self._next(sampler)
         found = self._store.completed(sampler, client, after)
         if not found and seconds > 0:
-            with suppress(TimeoutError):
-                await asyncio.wait_for(event.wait(), seconds)
+            await asyncio.wait([answer], timeout=seconds)
             found = self._store.completed(sampler, client, after)
         return found
 
-    def _wake(self, *waited_for: str) -> None:
-        for each in waited_for:
-            if (event := self._waiting.pop(each, None)) is not None:
-                event.set()
+    def _next(self, waited_for: str) -> asyncio.Future[Result | None]:
+        """The answer of a request, or None at the next one of a sampler; whoever waits for the same has the same."""
+        self._loop = asyncio.get_running_loop()
+        return self._waiting.setdefault(waited_for, self._loop.create_future())
+
+    def _wake(self, answers: Mapping[str, Result | None]) -> None:
+        for each, result in answers.items():
+            if (answer := self._waiting.pop(each, None)) is not None:
+                answer.set_result(result)
 
 
 @dataclass(frozen=True, eq=False)
@@ -370,7 +369,7 @@ class Server:
             self.models[base].training.create(run, request_id, make)
         else:
             problem = over or f"{run} was created before; its answer is not kept any more"
-            self.futures.finish(request_id, Result.failed(problem))
+            self.futures.finish({request_id: Result.failed(problem)})
         return {"request_id": request_id, "model_id": run}
 
     def require_run(self, owner: str, run: str) -> dict[str, Any]:
@@ -398,12 +397,10 @@ class Server:
             if waits + size > self.limits.waiting_bytes:
                 raise BusyError("as many training requests wait as the server holds; ask again")
         request_id, is_new = self.store.accept(run, seq_id, owner)
-        if is_new:
-            self.store.change(RUNS, {"last_request": time.time()}, id=run)
-            if training is None:
-                self.futures.finish(request_id, Result.failed(found["over"], "server"))
-            else:
-                training.submit(run, seq_id, make(request_id))
+        if is_new and training is None:
+            self.futures.finish({request_id: Result.failed(found["over"], "server")})
+        elif is_new and training is not None:
+            training.submit(run, seq_id, make(request_id))
         return {"request_id": request_id, "model_id": run}
 
     def call(self, owner: str, asked: Mapping[str, Any], work: Callable[[Run], Mapping[str, Any]]) -> Mapping[str, Any]:
@@ -672,7 +669,7 @@ class Server:
         if self.store.get(REQUESTS, id=request_id, owner=owner) is None:
             raise UnknownError(f"request {request_id!r} is not known")
         if (task := self._tasks.pop(request_id, None)) is not None:
-            self.futures.finish(request_id, Result.failed("the request was cancelled by its client"))
+            self.futures.finish({request_id: Result.failed("the request was cancelled by its client")})
             task.cancel()
 
     def join(self, owner: str, sampler: str) -> int:
@@ -704,7 +701,7 @@ class Server:
             result = Result.of_error(error)
         finally:
             self._tasks.pop(request_id, None)
-        self.futures.finish(request_id, result)
+        self.futures.finish({request_id: result})
 
     def _add_sampler(
         self,

@@ -56,6 +56,7 @@ class GroupInProcess:
         self._runtime, self.config = runtime, SimpleNamespace(max_tokens_per_micro_batch=max_tokens)
         for name in ("optimizer_step", "zero_grad"):
             setattr(self, name, _Submitted(getattr(runtime, name)))
+        setattr(self, "forward_backward", _Submitted(self.forward_backward))  # noqa: B010 - a method, also of those derived
         self.passes: list[list[int]] = []
 
     def __getattr__(self, name: str) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from concurrent.futures import Future, wait
 from functools import partial
 from typing import Any, Protocol, Self
 
@@ -48,6 +49,7 @@ class RolloutGroup:
     Args:
         scheduling: for each engine a Ray scheduling strategy, for example a bundle of a placement group that it
             shares with training; None reserves GPUs and ``config.cores_per_engine`` for them where Ray has them free.
+        wait: for the engines to have started; else :meth:`join` does, and whatever starts meanwhile starts beside them.
 
     Raises:
         ConfigError: a configuration that cannot work here, or a model that is not on an engine's node.
@@ -66,7 +68,7 @@ class RolloutGroup:
 
     engine_class: type[RolloutEngine] = RolloutEngine
 
-    def __init__(self, config: RolloutConfig, *, scheduling: Sequence[Any] | None = None) -> None:
+    def __init__(self, config: RolloutConfig, *, scheduling: Sequence[Any] | None = None, wait: bool = True) -> None:
         if scheduling is not None and len(scheduling) != config.num_engines:
             raise ConfigError.of(
                 "scheduling", len(scheduling), f"expected one strategy for each of {config.num_engines} engines"
@@ -84,12 +86,26 @@ class RolloutGroup:
         self._closed = False
         self._starting: dict[int, Any] = {}
         self._placement = EnginePlacement(config, scheduling)
+        self._opened: Future[None] = Future()
+        if wait:
+            self._open()
+            self.join()
+        else:
+            threading.Thread(target=self._open, name="start of engines", daemon=True).start()
+
+    def join(self) -> None:
+        """Waits for engines that were not waited for, and raises what kept them from starting."""
+        self._opened.result()
+
+    def _open(self) -> None:
         try:
-            self._start(range(config.num_engines))
+            self._start(range(self.config.num_engines))
             self.healing.start()
-        except BaseException:
-            self.close()
-            raise
+        except BaseException as error:  # noqa: BLE001 raised where it is waited for
+            self._end_all()
+            self._opened.set_exception(error)
+        else:
+            self._opened.set_result(None)
 
     @property
     def engines(self) -> tuple[int, ...]:
@@ -242,6 +258,11 @@ class RolloutGroup:
                 raise
 
     def close(self) -> None:
+        self._end_all()
+        # What still starts them must not ask Ray for more when the session ends.
+        wait([self._opened], timeout=CLOSE_SECONDS)
+
+    def _end_all(self) -> None:
         self._closed = True
         self.healing.close()
         self.turns.end(RolloutError("the rollout group is closed"))

@@ -6,6 +6,22 @@ from tests.mutations.fault import Fault
 
 FAULTS = [
     Fault(
+        "gradients-stay-after-a-step",
+        "rl_backend.runtime.guarded:GuardedRuntime.optimizer_step",
+        "if zero_grad:",
+        "if False:",
+        ("test_a_step_leaves_no_gradients",),
+        "a client's next step would be taken with the gradients of the one before",
+    ),
+    Fault(
+        "engines-are-waited-for-at-once",
+        "actors.rollout.group.group:RolloutGroup.__init__",
+        "if wait:",
+        "if True:",
+        ("test_engines_that_are_not_waited_for_start_meanwhile_and_what_kept_them_is_raised_where_they_are_joined",),
+        "a server would start in the time of its ranks and of its engines together",
+    ),
+    Fault(
         "one-text-fails-the-log-probs-of-others",
         "actors.serve.training:Training._read_together",
         "if len(readings) == 1:",
@@ -191,9 +207,9 @@ FAULTS = [
     ),
     Fault(
         "steps-take-the-values-of-others",
-        "actors.serve.training:Training._stepped",
-        "step.result()[place]",
-        "step.result()[0]",
+        "actors.serve.training:Training._settle",
+        "zip(runs, sent.result(), strict=True)",
+        "zip(runs, sent.result()[:1] * len(runs), strict=True)",
         ("test_clients_at_one_time_get_the_bits_that_each_has_alone",),
         "a client would be told another's gradient norm",
     ),

@@ -140,7 +140,7 @@ def test_a_model_whose_training_ends_or_that_is_served_no_more_leaves_the_others
         path = wire.answer(wire.post("save_weights", model_id=lost, seq_id=1, path="a")).json()["path"]
         asked = {"session_id": session, "sampling_session_seq_id": 0, "base_model": OTHER}
         sampler = wire.post("create_sampling_session", **asked).json()["sampling_session_id"]
-        broken.groups[OTHER].forward_backward = fails
+        broken.groups[OTHER].forward_backward = SimpleNamespace(submit=fails)
         assert "training has ended" in wire.answer(wire.data(lost, 2)).json()["error"]
         assert b"loss:sum" in wire.answer(wire.data(lives, 1)).content
         health = wire.get("healthz")

@@ -210,7 +210,7 @@ def test_requests_run_by_their_numbers_and_one_that_is_sent_again_runs_once(runn
 def test_a_restart_keeps_results_and_checkpoints_and_says_what_is_lost(tmp_path: Path) -> None:
     store = Store(tmp_path)
     done, _ = store.accept("run", 1, "ann")
-    store.finish(done, Result.of({"path": "x"}))
+    store.finish({done: Result.of({"path": "x"})})
     lost, _ = store.accept("run", 2, "ann")
     store.close()
     again = Store(tmp_path)
