@@ -86,7 +86,7 @@ def peft_model(path: Path | str, config: LoRAConfig) -> Any:
     targets = [name for target in config.targets for name in _MODULES.get(target, (target,))]
     settings = {"use_rslora": config.use_rslora, "use_dora": config.use_dora}
     adapter = LoraConfig(r=config.rank, lora_alpha=config.alpha, target_modules=targets, **settings)  # type: ignore[arg-type]
-    made = get_peft_model(transformers_model(path), adapter)
+    made: Any = get_peft_model(transformers_model(path), adapter)
     for layer in made.base_model.model.model.layers if config.experts_share_factor else ():
         for projection, factor in _SHARED.items():
             first, *others = (getattr(getattr(expert, projection), factor).default for expert in layer.mlp.experts)
