@@ -135,9 +135,7 @@ class GuardedRuntime[H: GuardedHandle](Runtime[AnyHandle]):
 
     @guarded
     def zero_grad(self, handle: AnyHandle | Sequence[AnyHandle]) -> None:
-        for each in several(handle):
-            each.drop_gradients()
-            each.broken = ""
+        _drop_gradients(handle)
 
     def forward_backward(
         self,
@@ -170,12 +168,16 @@ class GuardedRuntime[H: GuardedHandle](Runtime[AnyHandle]):
             return self._engine_of(handle).run_passes(handle, PassRequest(data, loss_fn, forward_only, router_replay))
 
     @guarded
-    def optimizer_step(self, handle: Any, *, adam: Any = None) -> Any:
+    def optimizer_step(self, handle: Any, *, adam: Any = None, zero_grad: bool = False) -> Any:
+        result: Any
         if isinstance(handle, Sequence):
-            return self._tenants.step(handle, adam)
-        handle.require_gradients("optimizer_step")
-        result = handle.step(adam)
-        handle.weight_version += result.ok
+            result = self._tenants.step(handle, adam)
+        else:
+            handle.require_gradients("optimizer_step")
+            result = handle.step(adam)
+            handle.weight_version += result.ok
+        if zero_grad:
+            _drop_gradients(handle)
         return result
 
     @guarded
@@ -460,6 +462,12 @@ class GuardedRuntime[H: GuardedHandle](Runtime[AnyHandle]):
 
 def several[T](given: T | Sequence[T]) -> Sequence[T]:
     return given if isinstance(given, Sequence) else [given]
+
+
+def _drop_gradients(given: AnyHandle | Sequence[AnyHandle]) -> None:
+    for each in several(given):
+        each.drop_gradients()
+        each.broken = ""
 
 
 def _is_mixed(handle: object, data: Sequence[PackedBatch], losses: Losses | None) -> bool:

@@ -13,6 +13,7 @@ from torch import Tensor
 from rl_backend.data import prefixes
 from tests.support.deepseek import write_latent
 from tests.support.layouts import layouts
+from tests.support.matrix import sampled
 from tests.support.models import write_tiny
 from tests.support.moe import write_moe
 from tests.support.native import assert_near, full, gradients, open_in_float64, token_loss
@@ -98,6 +99,7 @@ def test_dense_layouts_train_as_with_whole_sequences(
     check(ranks, models["dense"], world, layout)
 
 
+@pytest.mark.long
 def test_recomputed_layers_do_too(ranks: RankPool, models: Mapping[str, Path]) -> None:
     check(ranks, models["dense"], 2, {"tp": 2}, activation_checkpointing="full")
 
@@ -115,9 +117,13 @@ def test_pipelines_do_too(ranks: RankPool, models: Mapping[str, Path], schedule:
     check(ranks, models["dense"], 2, {"pp": 2, "vpp": vpp}, pipeline_schedule=schedule)
 
 
-@pytest.mark.parametrize(("world", "layout"), layouts({2: [{"tp": 2, "ep": 2}, {"pp": 2}]}))
-@pytest.mark.parametrize("model", ["recurrent", "latent"])
-def test_states_and_latents_do_too(
-    ranks: RankPool, models: Mapping[str, Path], model: str, world: int, layout: dict[str, int]
-) -> None:
-    check(ranks, models[model], world, layout)
+@pytest.mark.parametrize(
+    ("model", "layout"),
+    sampled(
+        [(model, layout) for model in ("recurrent", "latent") for layout in ({"tp": 2, "ep": 2}, {"pp": 2})],
+        *(("recurrent", {"tp": 2, "ep": 2}), ("latent", {"pp": 2})),
+    ),
+    ids=str,
+)
+def test_states_and_latents_do_too(ranks: RankPool, models: Mapping[str, Path], model: str, layout: dict[str, int]) -> None:
+    check(ranks, models[model], 2, layout)

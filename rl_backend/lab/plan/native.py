@@ -29,8 +29,8 @@ from rl_backend.contracts import (
 from rl_backend.contracts.lora import ENGINE_RANKS, LoRAConfig, engine_slots
 from rl_backend.data.prefixes import SHORTEST_RUN, shared_prefixes
 from rl_backend.lab.plan.memory import PassMemory, RankMemory, ShardedStage, Workload
-from rl_backend.lora.modules import AdaptedModule, modules_of_rank, select_modules
-from rl_backend.lora.rows import TenantRows, factors_of, lay_out_row
+from rl_backend.lora.modules import AdaptedModule, modules_of_rank, require_trainable, select_modules
+from rl_backend.lora.rows import TenantRows, factors_of_rank, lay_out_row
 from rl_backend.model import ModelInput, ModelStage
 from rl_backend.parallel.groups import META, ParallelGroups, fake_rank
 from rl_backend.pipeline import Action, Kind, make_schedule
@@ -271,6 +271,8 @@ def native_memory(
     bucket = sync_bucket_bytes(weights, workload.byte_budget, num_ranks)
     kinds = {name: module.kind for rank in ranks for name, module in rank.adaptable.items()}
     modules = select_modules(workload.lora, kinds) if workload.tenants else ()
+    if workload.tenants:
+        require_trainable(workload.lora, modules, kinds)
     # A model that is not trained is kept as it is computed with.
     param_dtype: torch.dtype = getattr(torch, native.param_dtype)
     kept_dtype = param_dtype if workload.tenants else torch.float32
@@ -382,8 +384,8 @@ def _build(
     return build_module(model.family, model.architecture, settings, groups, native, frozen, adapted_names)
 
 
-def _tenant(lora: LoRAConfig, modules: Iterable[AdaptedModule]) -> TenantRows:
-    placed, sections = lay_out_row([each for module in modules for each in factors_of(module, lora)])
+def _tenant(lora: LoRAConfig, modules: Sequence[AdaptedModule]) -> TenantRows:
+    placed, sections = lay_out_row(factors_of_rank(modules, lora, {each.name: each.kind for each in modules}))
     row, moment = (torch.empty(placed[-1].stop if placed else 0, device=META) for _ in range(2))
     gradients, num_steps = torch.empty_like(row), torch.empty((), device=META)
     return TenantRows(lora, placed, sections, row, gradients, moment, torch.empty_like(moment), num_steps)
