@@ -5,7 +5,7 @@
 stands the one that is possible: floating-point operations without over with, as ``rl-backend plan`` counts them: layers by
 rows, scores by pairs of tokens, the head by the log-probs that are wanted. ``nothing`` is the time that is spent looking for
 beginnings in sequences that have none in common; ``shortest`` says from which length on sharing gains.
-Each row is a process of its own, in the environment of a rank, and kept at once: about twelve minutes together.
+Each row is a process of its own, in the environment of a rank, and kept at once: about twenty minutes together.
 
     python -m benchmarks.shared_prefixes                          all rows, into results/shared_prefixes.json
     python -m benchmarks.shared_prefixes --only "dense tree"      some, beside those that the file has
@@ -173,10 +173,15 @@ def _compare(steps: Mapping[str, Step], batch: PackedBatch, seconds: float) -> d
         "seconds": passes,
         "step_seconds": whole,
         "peak_gib": peaks,
-        "off_over_auto": median(passes["off"]) / median(passes["auto"]),
-        "step_off_over_auto": median(whole["off"]) / median(whole["auto"]),
+        "off_over_auto": _ratio(passes),
+        "step_off_over_auto": _ratio(whole),
         "memory_off_over_auto": peaks["off"] / peaks["auto"],
     }
+
+
+def _ratio(seconds: Mapping[str, Sequence[float]]) -> float:
+    """The median over rounds: a machine that other work slows down does so to both of a round."""
+    return median(off / auto for off, auto in zip(seconds["off"], seconds["auto"], strict=True))
 
 
 def _search(model_dir: Path, sequences: Sequence[Tensor]) -> dict[str, Any]:
@@ -221,7 +226,7 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", choices=ROWS, default=ROWS, metavar="ROW", help=", ".join(ROWS))
     parser.add_argument("--go-on", action="store_true", help="leave out what the file has")
     parser.add_argument(
-        "--seconds", type=float, default=20.0, help="for the rounds of a row, of which there is one at least"
+        "--seconds", type=float, default=60.0, help="for the rounds of a row, of which there is one at least"
     )
     parser.add_argument("--divisor", type=int, default=1, help="of all lengths, to try the script; writes nothing")
     parser.add_argument("--row", choices=ROWS, help="one row, in this process, whatever environment it has")
@@ -230,12 +235,12 @@ def main() -> None:
         print(json.dumps(measure(arguments.row, seconds=arguments.seconds, divisor=arguments.divisor)))
         return
     known = read_result(RESULT).get("rows", {}) if arguments.go_on else {}
-    for row in (row for row in arguments.only if row not in known):
+    for row in (row for row in arguments.only if row.replace(" ", "_") not in known):
         started = time.perf_counter()
         found = {**in_a_process(row, arguments), "load": os.getloadavg()[0]}
         print(f"{row} ({time.perf_counter() - started:.0f} s): {json.dumps(found)}", flush=True)
         if arguments.divisor == 1:
-            rows = {**read_result(RESULT).get("rows", {}), row: found}
+            rows = {**read_result(RESULT).get("rows", {}), row.replace(" ", "_"): found}
             update_result(RESULT, {"rows": rows, "model": MODEL, "tree": TREE, "machine": machine()})
 
 

@@ -34,8 +34,8 @@ RANKS = tuple(
 )
 """Tests with Ray that share no engine with others: training ranks and stand-ins for engines, which take little memory."""
 FIRST = (
-    *("tests/unit/tree", "tests/unit/benchmarks", "tests/unit/examples", "tests/unit/rl_backend/cli"),
-    *("tests/unit/actors", "tests/unit/adapters"),
+    *("tests/unit/tree", "tests/unit/benchmarks", "tests/unit/examples", "tests/unit/actors", "tests/unit/adapters"),
+    *(f"tests/unit/rl_backend/{name}" for name in ("cli", "data", "environment")),
 )
 """Unit tests at the start of the first lane, so that lanes take about as long."""
 LANES = (

@@ -52,6 +52,7 @@ METRICS = {
     "rl_backend_push_seconds": Definition("histogram", "seconds of a phase of a weight push", ("phase", "transport")),
     "rl_backend_pushes_total": Definition("counter", "weight pushes that reached every engine", ("transport",)),
     "rl_backend_push_bytes_total": Definition("counter", "bytes that they sent to each engine", ("transport",)),
+    "rl_backend_push_rank_bytes_total": Definition("counter", "bytes of these that a rank sent", ("transport", "rank")),
     "rl_backend_adapter_version": Definition("gauge", "version that a LoRA tenant is served at", ("tenant",)),
 }
 """Every metric apart from ``rl_backend_run_<metric>``, a gauge with the tag ``run`` for each metric that a run logs."""

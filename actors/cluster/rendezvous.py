@@ -162,7 +162,7 @@ class GlooAddress:
 
 
 class GlooGroup:
-    """A process group of a training group's source rank, whose place is 0 and whose store all join, and the engines."""
+    """A process group of a training rank that sends, whose place is 0 and whose store all join, and the engines."""
 
     def __init__(self, address: GlooAddress, rank: int) -> None:
         self._path = RendezvousRoute(address.rendezvous)

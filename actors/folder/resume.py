@@ -132,6 +132,8 @@ def find_start(config: RunConfig) -> RunStart:
     own = checkpoints_of(config)
     with usable_run_dir(config.run_dir), suppress(FileNotFoundError, NotADirectoryError):
         os.stat(config.run_dir)
+    if Path(config.run_dir, "model").resolve() == Path(config.model).resolve():
+        raise ConfigError.of("run_dir", config.run_dir, "its model/ is the model that training begins with; choose another")
     if config.resume is None:
         require_new_run(config.run_dir)
         return RunStart()
@@ -202,6 +204,21 @@ def require_new_run(path: Path | str) -> None:
         raise ConfigError.of(
             "run_dir", str(path), "holds another run; choose a new directory, remove it, or continue it with resume=auto"
         )
+    _require_no_others(Path(path))
+
+
+def _require_no_others(path: Path) -> None:
+    """Refuses data and a model that have the names of a run's files, which would replace them."""
+    found: list[str] = []
+    with usable_run_dir(path):
+        # That of a run is there before anything is in its logs. Its config.json comes first.
+        if not (path / "run.json").exists():
+            found = [name for name in LOGS[1:] if (path / name).exists() and (path / name).stat().st_size]
+            config = path / "config.json"
+            if config.exists() and '"model_type"' in config.read_text(encoding="utf-8", errors="replace"):
+                found.append(config.name)
+    if found:
+        raise ConfigError.of("run_dir", str(path), f"has a {found[0]} that the run would replace; choose a new directory")
 
 
 def checkpoints_of(config: RunConfig) -> RunCheckpoints:
@@ -209,6 +226,7 @@ def checkpoints_of(config: RunConfig) -> RunCheckpoints:
 
 
 def _may_be_replaced(config: RunConfig) -> bool:
+    _require_no_others(Path(config.run_dir))
     if not (Path(config.run_dir) / "config.json").exists():
         return False
     earlier = read_file_of_run(config.run_dir, "config.json")

@@ -113,7 +113,7 @@ os.register_at_fork(after_in_child=_close_all)
 
 def read_object(file: Path) -> dict[str, Any]:
     """The object that a JSON file holds."""
-    found = json.loads(file.read_text())
+    found = json.loads(file.read_text(encoding="utf-8"))
     if not isinstance(found, dict):
         raise ValueError(f"is a {type(found).__name__}, not a JSON object")
     return found

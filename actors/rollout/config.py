@@ -40,6 +40,9 @@ OWN_ARGUMENTS = {
     "max_cpu_loras": "max_adapters",
     "max_lora_rank": "max_adapter_rank",
     "lora_dtype": "dtype",
+    "enable_moe_shared_loras": None,
+    "enable_mixed_moe_lora_format": None,
+    "fully_sharded_loras": None,
 }
 """Arguments of vLLM that are not given as such -> the field that decides each; None where engines do."""
 # vLLM's own bound.
@@ -161,12 +164,6 @@ class RolloutConfig(BaseConfig):
         if self.max_num_batched_tokens is not None and self.max_num_batched_tokens < self.max_model_len:
             problem = f"a prompt is computed in one step, so it must be at least max_model_len={self.max_model_len}"
             yield "max_num_batched_tokens", self.max_num_batched_tokens, problem
-        if self.max_adapters and self.tensor_parallel > 1:
-            problem = (
-                f"adapters are not pushed to the parts of an engine with tensor_parallel={self.tensor_parallel}; use 1, or "
-                "max_adapters=0 and WeightSync(..., merged=True)"
-            )
-            yield "max_adapters", self.max_adapters, problem
         if self.gpus_per_worker < 1 and self.tensor_parallel > 1:
             problem = (
                 f"tensor_parallel={self.tensor_parallel} workers need as many different GPUs, and Ray gives shares of one "

@@ -151,8 +151,9 @@ def evaluate(config: EvalConfig, rollout: RolloutGroup | None = None) -> dict[st
     """
     if config.out is not None:
         with usable_run_dir(config.out, _OUT):
-            if (Path(config.out) / RESULTS).exists():
-                raise ConfigError.of(_OUT, config.out, f"has {RESULTS} already; choose a new folder")
+            # The answers of a run have the same name.
+            if found := [name for name in (RESULTS, ANSWERS) if (Path(config.out) / name).exists()]:
+                raise ConfigError.of(_OUT, config.out, f"has {found[0]} already; choose a new folder")
         require_writable(config.out, _OUT)
     model = local_model(config.model, field="EvalConfig.model")
     config = config.replace(rollout=config.rollout.replace(model_path=model)) if model != config.model else config

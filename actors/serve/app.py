@@ -6,7 +6,7 @@ import asyncio
 import io
 import math
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager, suppress
 from html import escape
 from typing import Annotated, Any
@@ -18,6 +18,7 @@ from fastapi.responses import FileResponse, HTMLResponse, JSONResponse, PlainTex
 from actors.serve.server import (
     EXTERNAL,
     BusyError,
+    ServedModel,
     Server,
     UnknownError,
     as_object,
@@ -85,7 +86,8 @@ def make_app(server: Server) -> FastAPI:
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         sweeping = asyncio.create_task(server.sweep())
         yield
-        server.sampling.close()
+        for model in server.models.values():
+            model.sampling.close()
         sweeping.cancel()
         with suppress(asyncio.CancelledError):
             await sweeping
@@ -130,14 +132,17 @@ def _add_sessions(api: APIRouter, server: Server) -> None:
 
     @api.get("/healthz")
     def health() -> Any:
-        if server.training.failed:
-            raise HTTPException(503, server.training.failed)
+        if server.failed:
+            raise HTTPException(503, server.failed)
         return {"status": "ok"}
 
     @api.get("/get_server_capabilities")
     def capabilities(owner: Owner) -> Any:
-        model = {"model_name": server.name, "max_context_length": server.longest, "trainable": True, "sampleable": True}
-        return {"supported_models": [model]}
+        can = {"trainable": True, "sampleable": True}
+        models = server.models.values()
+        return {
+            "supported_models": [{"model_name": each.name, "max_context_length": each.longest, **can} for each in models]
+        }
 
     @api.post("/create_session")
     async def create_session(owner: Owner, asked: Asked) -> Any:
@@ -371,62 +376,80 @@ def _shown_run(server: Server, run: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+_OF_SERVER: Mapping[str, tuple[str, str, Callable[[Server], float]]] = {
+    "uptime_seconds": ("gauge", "seconds since the start", lambda server: time.time() - server.started),
+    "checkpoints": ("gauge", "named checkpoints", lambda server: len(server.store.rows(CHECKPOINTS))),
+    "failed_requests_total": ("counter", "requests that failed through their futures", lambda server: server.futures.errors),
+}
+"""Name of a metric -> kind, help and value."""
+_OF_MODEL: Mapping[str, tuple[str, str, Callable[[ServedModel], float]]] = {
+    "training_up": ("gauge", "whether training works", lambda model: not model.training.failed),
+    "engines": ("gauge", "engines that are alive", lambda model: model.sampling.engines["alive"]),
+    "runs": ("gauge", "live runs", lambda model: len(model.training.waiting)),
+    "waiting_requests": ("gauge", "training requests that wait", lambda model: sum(model.training.waiting.values())),
+    "passes_total": ("counter", "passes over the model", lambda model: model.training.passes),
+    "trained_tokens_total": ("counter", "tokens in passes", lambda model: model.training.tokens),
+    "steps_total": ("counter", "optimizer steps", lambda model: model.training.steps),
+    "open_samples": ("gauge", "responses being sampled", lambda model: model.sampling.open),
+    "samples_total": ("counter", "responses sampled", lambda model: model.sampling.samples),
+    "sampled_tokens_total": ("counter", "tokens sampled", lambda model: model.sampling.tokens),
+    "pushed_adapters": ("gauge", "adapters in the engines", lambda model: model.sampling.pushed),
+}
+
+
 def _add_pages(app: FastAPI, server: Server) -> None:
     @app.get("/metrics")
     def metrics() -> PlainTextResponse:
-        lines = []
-        for name, (kind, help, value) in _figures(server).items():
-            lines += [f"# HELP {name} {help}", f"# TYPE {name} {kind}", f"{name} {value:g}"]
+        lines: list[str] = []
+        for name, (kind, help, value) in _OF_SERVER.items():
+            lines += _metric(name, kind, help, {"": value(server)})
+        for name, (kind, help, of) in _OF_MODEL.items():
+            lines += _metric(name, kind, help, {_label(each): of(model) for each, model in server.models.items()})
         return PlainTextResponse("\n".join(lines) + "\n", media_type="text/plain; version=0.0.4")
 
     @app.get("/")
     def status() -> HTMLResponse:
-        rows = [(help, f"{value:g}") for _, help, value in _figures(server).values()]
-        rows += [(f"{kind} tokens a second, in the last minute", f"{speed:.1f}") for kind, speed in server.speeds.items()]
+        models = server.models.values()
+        whole = [(help, f"{value(server):.0f}") for _, help, value in _OF_SERVER.values()]
+        of_models = [(help, *(f"{value(model):.0f}" for model in models)) for _, help, value in _OF_MODEL.values()]
+        speeds = [server.speeds(model) for model in models]
+        for kind in speeds[0]:
+            of_models.append((f"{kind} tokens a second, in the last minute", *(f"{found[kind]:.1f}" for found in speeds)))
         runs = []
         # Whoever sees the page need not have a key, and a key sees its own runs alone.
         if not server.store.has_keys:
-            for run, waiting in server.training.waiting.items():
-                found = server.store.get(RUNS, id=run) or {"lora": {}}
-                runs.append((run, found["lora"].get("rank", "-"), server.training.steps_of(run), waiting))
-        state = server.training.failed or "serving"
+            for name, model in server.models.items():
+                for run, waiting in model.training.waiting.items():
+                    found = server.store.get(RUNS, id=run) or {"lora": {}}
+                    runs.append((run, name, found["lora"].get("rank", "-"), model.training.steps_of(run), waiting))
         page = [
             "<!doctype html><meta charset=utf-8><meta http-equiv=refresh content=5><title>rl-backend serve</title>",
             "<style>body{font:15px sans-serif;margin:2em;max-width:60em}table{border-collapse:collapse;margin:1em 0}",
             "td,th{padding:.2em .8em;border-bottom:1px solid #ccc;text-align:left}</style>",
-            f"<h1>{escape(server.name)}</h1><p>{escape(state)}, since {shown_time(server.started)}</p>",
-            _table(("", ""), rows),
-            _table(("run", "rank", "steps", "requests waiting"), runs) if runs else "",
+            f"<h1>rl-backend serve</h1><p>{escape(server.failed or 'serving')}, since {shown_time(server.started)}</p>",
+            _table(("", ""), whole),
+            _table(("", *server.models), of_models),
+            _table(("run", "model", "rank", "steps", "requests waiting"), runs) if runs else "",
         ]
         return HTMLResponse("".join(page))
+
+
+def _metric(name: str, kind: str, help: str, values: Mapping[str, float]) -> list[str]:
+    """Lines of Prometheus' text format; values by their labels."""
+    full = f"rl_backend_serve_{name}"
+    found = [f"{full}{label} {value:.15g}" for label, value in values.items()]
+    return [f"# HELP {full} {help}", f"# TYPE {full} {kind}", *found]
+
+
+def _label(model: str) -> str:
+    escaped = model.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
+    return f'{{model="{escaped}"}}'
 
 
 def _table(head: tuple[str, ...], rows: list[tuple[Any, ...]]) -> str:
     lines = [f"<tr>{''.join(f'<th>{escape(each)}' for each in head)}"]
     lines += [f"<tr>{''.join(f'<td>{escape(str(each))}' for each in row)}" for row in rows]
     return f"<table>{''.join(lines)}</table>"
-
-
-def _figures(server: Server) -> dict[str, tuple[str, str, float]]:
-    """Name of a metric -> kind, help and value."""
-    training, sampling, waiting = server.training, server.sampling, server.training.waiting
-    prefix = "rl_backend_serve"
-    return {
-        f"{prefix}_uptime_seconds": ("gauge", "seconds since the start", time.time() - server.started),
-        f"{prefix}_training_up": ("gauge", "whether training works", float(not training.failed)),
-        f"{prefix}_engines": ("gauge", "engines that are alive", sampling.engines["alive"]),
-        f"{prefix}_runs": ("gauge", "live runs", len(waiting)),
-        f"{prefix}_waiting_requests": ("gauge", "training requests that wait", sum(waiting.values())),
-        f"{prefix}_passes_total": ("counter", "passes over the model", training.passes),
-        f"{prefix}_trained_tokens_total": ("counter", "tokens in passes", training.tokens),
-        f"{prefix}_steps_total": ("counter", "optimizer steps", training.steps),
-        f"{prefix}_open_samples": ("gauge", "responses being sampled", sampling.open),
-        f"{prefix}_samples_total": ("counter", "responses sampled", sampling.samples),
-        f"{prefix}_sampled_tokens_total": ("counter", "tokens sampled", sampling.tokens),
-        f"{prefix}_pushed_adapters": ("gauge", "adapters in the engines", sampling.pushed),
-        f"{prefix}_checkpoints": ("gauge", "named checkpoints", len(server.store.rows(CHECKPOINTS))),
-        f"{prefix}_failed_requests_total": ("counter", "requests that failed through their futures", server.futures.errors),
-    }
 
 
 async def _body(request: Request, most: int) -> tuple[bytes, bool]:

@@ -1,4 +1,4 @@
-"""A client that goes through a server, from nothing but its address: it trains, samples, saves, resumes and blunders."""
+"""A client that goes through a model of a server, from nothing but its address: it trains, samples, saves and blunders."""
 
 from __future__ import annotations
 
@@ -23,10 +23,11 @@ class CheckFailedError(ConfigError):
     """The server did not do what its documentation says."""
 
 
-def check_server(url: str, *, largest_gap: float, say: Callable[[str], None]) -> None:
+def check_server(url: str, model: str, *, largest_gap: float, say: Callable[[str], None]) -> None:
     """Takes the steps of a client, each of which says what came of it.
 
     Args:
+        model: the base model's name.
         largest_gap: between the log-probs of samples and those of the trainer's forward pass, nats.
 
     Raises:
@@ -34,7 +35,7 @@ def check_server(url: str, *, largest_gap: float, say: Callable[[str], None]) ->
     """
     step: Callable[..., Any] = _Client
     try:
-        client = _Client(url, largest_gap)
+        client = _Client(url, model, largest_gap)
         for step in (_trains, _fails_alone, _samples, _resumes, _completes, _ends):
             say(f"ok   {_named(step)}: {step(client)}")
     except (urllib.error.URLError, KeyError, ValueError) as error:
@@ -53,9 +54,10 @@ def _named(step: Callable[..., str]) -> str:
 class _Client:
     """A run is created."""
 
-    def __init__(self, url: str, largest_gap: float) -> None:
-        self._url, self.largest_gap = url, largest_gap
-        self.model: str = self.get("/api/v1/get_server_capabilities")["supported_models"][0]["model_name"]
+    def __init__(self, url: str, model: str, largest_gap: float) -> None:
+        self._url, self.model, self.largest_gap = url, model, largest_gap
+        known = [each["model_name"] for each in self.get("/api/v1/get_server_capabilities")["supported_models"]]
+        _require(model in known, f"the server has {known}, and not {model!r}")
         self.session: str = self.post("create_session", tags=[], sdk_version="check")["session_id"]
         self.run, self.numbers, self.path = self.create(0), 0, ""
         generator = random.Random(0)

@@ -10,25 +10,26 @@ import socket
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager, nullcontext
 from logging.handlers import RotatingFileHandler
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import uvicorn
 
-from actors.cluster.placement import share_cluster
+from actors.cluster.placement import ClusterShare, share_cluster
 from actors.cluster.session import ray_session
 from actors.folder.lock import RunLock
 from actors.options.config import check_ranks, resolve_dtype
-from actors.rollout.config import RolloutConfig, positions_of
+from actors.rollout.config import RolloutConfig, positions_of, within_model
 from actors.rollout.group.group import RolloutGroup
 from actors.serve.app import Asked, Owner, make_app
 from actors.serve.check import check_server
 from actors.serve.openai import add_openai
 from actors.serve.restarts import ServerLostError, keep_serving
 from actors.serve.sampling import Sampling, end_tokens
-from actors.serve.server import Futures, Limits, Server, request_log
+from actors.serve.server import Futures, Limits, ServedModel, Server, request_log
 from actors.serve.store import Store
 from actors.serve.training import Training
 from actors.train.group import TrainGroup
@@ -120,8 +121,8 @@ def _serve_from(store: Store, listener: socket.socket, options: argparse.Namespa
                 app, log_level="warning", timeout_graceful_shutdown=5, h11_max_incomplete_event_size=65536
             )
             web = uvicorn.Server(config)
-            with _beside(web, lambda: _check(url, options)) if options.check else nullcontext():
-                print(f"serving {server.name} at {url}", flush=True)
+            with _beside(web, lambda: _check(url, server, options)) if options.check else nullcontext():
+                print(f"serving {', '.join(server.models)} at {url}", flush=True)
                 if not options.check:
                     print(f"  TINKER_BASE_URL={url} TINKER_API_KEY=tml-...   status page: {url}/", flush=True)
                 if up is not None:
@@ -166,93 +167,139 @@ def _beside(web: uvicorn.Server, work: Callable[[], None]) -> Iterator[None]:
         raise raised[0]
 
 
-def _check(url: str, options: argparse.Namespace) -> None:
+def _check(url: str, server: Server, options: argparse.Namespace) -> None:
     # Rounding; other weights would differ by more than 0.1.
     largest = 1e-3 if resolve_dtype(options.dtype) == "float32" else 0.1
-    check_server(url, largest_gap=largest, say=lambda line: print(line, flush=True))
+    for name in server.models:
+        print(name, flush=True)
+        check_server(url, name, largest_gap=largest, say=lambda line: print(line, flush=True))
     print("the server does what docs/serve.md says", flush=True)
 
 
 def _until_lost(server: Server, web: uvicorn.Server) -> None:
     while not web.should_exit:
         time.sleep(1.0)
-        if server.training.failed:
-            raise ServerLostError(server.training.failed)
-        try:
-            server.sampling.require_hope()
-        except RLBackendError as error:
-            raise ServerLostError(str(error)) from error
+        if server.failed:
+            raise ServerLostError(server.failed)
+        for model in server.models.values():
+            try:
+                model.sampling.require_hope()
+            except RLBackendError as error:
+                raise ServerLostError(f"{model.name}: {error}") from error
 
 
 @contextmanager
 def open_server(options: argparse.Namespace, store: Store) -> Iterator[Server]:
-    """Ranks, engines and the server over them.
+    """Ranks and engines of every model, and the server over them.
 
     Raises:
         ConfigError, UnsupportedError: they cannot be had.
     """
-    model = Path(local_model(options.model)).resolve()
-    name = options.name or (options.model if not Path(options.model).expanduser().is_dir() else str(model))
-    phases = Phases()
+    folders, phases = _folders(options), Phases()
+    ranks, engines = options.ranks * len(folders), options.engines * len(folders)
     with ExitStack() as stack:
         store.begin()
-        stack.enter_context(ray_session(options.ranks, options.engines))
-        share = share_cluster(options.ranks, options.engines, take_turns=True)
-        dtype, length = resolve_dtype(options.dtype), _length(model, options)
-        parallel = {size: getattr(options, size) for size in ParallelConfig.model_fields}
-        runtime = RuntimeConfig(
-            plugins=options.plugin,
-            backend=options.runtime,
-            hf_path=str(model),
-            max_tokens_per_micro_batch=max(options.max_tokens, length),
-            backend_cfg={"param_dtype": dtype, "parallel": parallel},
-        )
-        check_ranks("RuntimeConfig", runtime, options.ranks, options.dtype)
-        rollout = RolloutConfig(
-            model_path=str(model),
-            num_engines=options.engines,
-            dtype=dtype,
-            max_model_len=length,
-            load_tokenizer=(model / "tokenizer.json").is_file(),
-            max_adapters=options.max_adapters,
-            max_adapter_rank=options.max_rank,
-            cores_per_engine=share.cores_per_engine,
-            kv_cache_gib=options.kv_cache_gib,
-            **({"gpus_per_worker": share.gpus} if share.gpus else {}),
-        )
-        with phases.phase("ranks", f"starting {options.ranks} of {options.runtime}"):
-            made = TrainGroup(runtime, options.ranks, share.cores_per_rank, share.gpus, recover=options.recover)
-            group = stack.enter_context(made)
-        with phases.phase("engines", f"starting {options.engines}"):
-            engines = stack.enter_context(RolloutGroup(rollout))
-        config = text_config(read_hf_config(model))
-        futures = Futures(store)
+        stack.enter_context(ray_session(ranks, engines))
+        share = share_cluster(ranks, engines, take_turns=True)
+        plans = [_plan(name, folder, options, share) for name, folder in folders.items()]
+        futures, models = Futures(store), list[ServedModel]()
+        # Ranks start, and load the bases, meanwhile; on a GPU that both share an engine measures first what is free.
+        rollouts = [stack.enter_context(RolloutGroup(plan.rollout, wait=0 < share.gpus < 1)) for plan in plans]
+        with phases.phase("ranks", f"starting {ranks} of {options.runtime}"):
+            sizes = options.ranks, share.cores_per_rank, share.gpus
+            groups = [stack.enter_context(TrainGroup(plan.runtime, *sizes, recover=options.recover)) for plan in plans]
         with phases.phase("model", "loading the base"):
-            training = Training(
-                group,
-                futures.finish,
-                model=model,
-                vocab_size=int(config["vocab_size"]),
-                longest=length,
-                max_rank=options.max_rank,
-                max_runs=options.max_runs,
-                kinds=("feed_forward", "experts") if any(config.get(each) for each in _EXPERTS) else ("feed_forward",),
-                boundaries=store.folder / "boundaries" if options.recover == "checkpoint" else None,
-            )
-        stack.callback(training.close)
-        sampling = Sampling(engines, end_tokens(model), most_pushed=_MOST_PUSHED)
+            for plan, group, rollout in zip(plans, groups, rollouts, strict=True):
+                models.append(_served(plan, group, rollout, futures, store, options))
+                stack.callback(models[-1].training.close)
+        with phases.phase("engines", f"starting {engines}"):
+            for rollout in rollouts:
+                rollout.join()
         limits = Limits(
             session_timeout=options.session_timeout,
             keep_results=options.keep_results,
             disk_bytes=None if options.disk_gib is None else int(options.disk_gib * 2**30),
             requests_per_second=options.requests_per_second,
         )
-        yield Server(store, futures, training, sampling, name=name, model=model, longest=length, limits=limits)
+        yield Server(store, futures, models, limits)
 
 
-def _length(model: Path, options: argparse.Namespace) -> int:
-    positions = positions_of(str(model)) or _DEFAULT_LENGTH
-    return options.max_model_len or min(positions, _DEFAULT_LENGTH)
+def _folders(options: argparse.Namespace) -> Mapping[str, Path]:
+    """The directories of all models, by the names that clients call them.
+
+    Raises:
+        ConfigError: one that is not there, or a name that says nothing or too much.
+    """
+    found: dict[str, Path] = {}
+    for given in options.model:
+        named, equals, where = given.partition("=")
+        if not equals or Path(given).expanduser().is_dir():
+            named, where = "", given
+        if options.name is not None and (named or len(options.model) > 1):
+            raise ConfigError.of("name", options.name, "names a lone --model DIR; write --model NAME=DIR instead")
+        folder = Path(local_model(where)).resolve()
+        name = named or options.name or (str(folder) if Path(where).expanduser().is_dir() else where)
+        if name in found:
+            raise ConfigError.of("model", given, f"the name {name!r} is given twice; give each model its own")
+        found[name] = folder
+    return found
+
+
+class _Plan(NamedTuple):
+    """What is started of one model."""
+
+    name: str
+    folder: Path
+    config: Mapping[str, Any]
+    runtime: RuntimeConfig
+    rollout: RolloutConfig
+
+
+def _plan(name: str, folder: Path, options: argparse.Namespace, share: ClusterShare) -> _Plan:
+    """Raises what ranks or engines would refuse, before any of them is started."""
+    dtype = resolve_dtype(options.dtype)
+    length = options.max_model_len or min(positions_of(str(folder)) or _DEFAULT_LENGTH, _DEFAULT_LENGTH)
+    parallel = {size: getattr(options, size) for size in ParallelConfig.model_fields}
+    runtime = RuntimeConfig(
+        plugins=options.plugin,
+        backend=options.runtime,
+        hf_path=str(folder),
+        max_tokens_per_micro_batch=max(options.max_tokens, length),
+        backend_cfg={"param_dtype": dtype, "parallel": parallel},
+    )
+    check_ranks("RuntimeConfig", runtime, options.ranks, options.dtype)
+    rollout = RolloutConfig(
+        model_path=str(folder),
+        num_engines=options.engines,
+        dtype=dtype,
+        max_model_len=length,
+        load_tokenizer=(folder / "tokenizer.json").is_file(),
+        max_adapters=options.max_adapters,
+        max_adapter_rank=options.max_rank,
+        cores_per_engine=share.cores_per_engine,
+        kv_cache_gib=options.kv_cache_gib,
+        **({"gpus_per_worker": share.gpus} if share.gpus else {}),
+    )
+    return _Plan(name, folder, text_config(read_hf_config(folder)), runtime, within_model(rollout))
+
+
+def _served(
+    plan: _Plan, group: TrainGroup, rollout: RolloutGroup, futures: Futures, store: Store, options: argparse.Namespace
+) -> ServedModel:
+    mixes, length = any(plan.config.get(each) for each in _EXPERTS), plan.rollout.max_model_len
+    training = Training(
+        group,
+        futures.finish,
+        model=plan.folder,
+        vocab_size=int(plan.config["vocab_size"]),
+        longest=length,
+        max_rank=options.max_rank,
+        max_runs=options.max_runs,
+        kinds=("feed_forward", "experts") if mixes else ("feed_forward",),
+        boundaries=store.folder / "boundaries" if options.recover == "checkpoint" else None,
+    )
+    sampling = Sampling(rollout, end_tokens(plan.folder), most_pushed=_MOST_PUSHED)
+    return ServedModel(plan.name, plan.folder, length, training, sampling)
 
 
 def _require_keys(store: Store, host: str) -> None:

@@ -12,13 +12,13 @@ from contextlib import aclosing
 from datetime import UTC, datetime
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from fastapi import FastAPI
 from fastapi.responses import JSONResponse, StreamingResponse
 
 from actors.serve.scores import Scores, width_in
-from actors.serve.server import EXTERNAL, KINDS, BusyError, Server, UnknownError
+from actors.serve.server import EXTERNAL, BusyError, ServedModel, Server, UnknownError, shown_checkpoint
 from actors.serve.store import CHECKPOINTS, RUNS, SAMPLERS
 from actors.serve.training import ADAPTER
 from rl_backend.contracts import BatchError, RLBackendError, UnsupportedError
@@ -95,8 +95,9 @@ def _error(text: str, status: int) -> JSONResponse:
 
 def _names(server: Server, owner: str) -> list[str]:
     live = [run["id"] for run in server.store.rows(RUNS, owner=owner, over="") if _newest(server, owner, run["id"])]
-    saved = [shown["tinker_path"] for shown in server.checkpoints(owner) if shown["checkpoint_type"] != KINDS[EXTERNAL]]
-    return [server.name, *live, *saved]
+    saved = [row for row in server.store.rows(CHECKPOINTS, owner=owner) if row["kind"] != EXTERNAL]
+    paths = [shown_checkpoint(row)["tinker_path"] for row in reversed(saved) if row["base_model"] in server.models]
+    return [*server.models, *live, *paths]
 
 
 def _newest(server: Server, owner: str, run: str) -> Path | None:
@@ -108,24 +109,31 @@ def _newest(server: Server, owner: str, run: str) -> Path | None:
     return None if newest is None else newest[1]
 
 
-def _adapter(server: Server, owner: str, model: str) -> tuple[Path | None, Mapping[str, Any] | None]:
-    """The folder of the adapter that a request names, and what was asked for when it was made: of a checkpoint, a sampler,
-    or a run's newest; None for the base.
+class _Named(NamedTuple):
+    """What a request names: a base model, or an adapter over it, with what was asked for when it was made."""
+
+    model: ServedModel
+    folder: Path | None = None
+    lora: Mapping[str, Any] | None = None
+
+
+def _named(server: Server, owner: str, name: str) -> _Named:
+    """A base model, a checkpoint, a sampler, or a run's newest.
 
     Raises:
         UnknownError: there is none of that name.
     """
-    if model == server.name:
-        return None, None
-    if model.startswith("tinker://"):
-        found = server.find_adapter(owner, model)
-        return Path(found["folder"]) / ADAPTER, found["lora"]
-    if (sampler := server.store.get(SAMPLERS, id=model, owner=owner)) is not None:
-        return server.folder_of(sampler), sampler["lora"]
-    run = server.store.get(RUNS, id=model, owner=owner)
-    if run is not None and (newest := _newest(server, owner, model)):
-        return newest / ADAPTER, run["lora"]
-    raise UnknownError(f"model={model!r} is not known, or has saved nothing yet; see /v1/models")
+    if name in server.models:
+        return _Named(server.models[name])
+    if name.startswith("tinker://"):
+        found = server.find_adapter(owner, name)
+        return _Named(server.model(found["base_model"]), Path(found["folder"]) / ADAPTER, found["lora"])
+    if (sampler := server.store.get(SAMPLERS, id=name, owner=owner)) is not None:
+        return _Named(server.model(sampler["base_model"]), server.folder_of(sampler), sampler["lora"])
+    run = server.store.get(RUNS, id=name, owner=owner)
+    if run is not None and (newest := _newest(server, owner, name)):
+        return _Named(server.model(run["base_model"]), newest / ADAPTER, run["lora"])
+    raise UnknownError(f"model={name!r} is not known, or has saved nothing yet; see /v1/models")
 
 
 @cache
@@ -144,9 +152,9 @@ async def _complete(server: Server, owner: str, asked: Mapping[str, Any], *, cha
     for name, idle in _NOT_SERVED.items():
         if asked.get(name) not in idle:
             raise UnsupportedError(f"{name}={asked[name]!r} is not served here; leave it out")
-    folder, lora = _adapter(server, owner, str(asked.get("model")))
+    model, folder, lora = _named(server, owner, str(asked.get("model")))
     tools = [] if not chat or asked.get("tool_choice") == "none" else asked.get("tools") or []
-    prompt = await _prompt(server, asked, tools, chat=chat)
+    prompt = await _prompt(model.folder, asked, tools, chat=chat)
     stop = asked.get("stop")
     ends = [stop] if isinstance(stop, str) else list(stop or ())
     if not all(isinstance(each, str) and each for each in ends):
@@ -156,13 +164,13 @@ async def _complete(server: Server, owner: str, asked: Mapping[str, Any], *, cha
         "temperature": 1.0 if asked.get("temperature") is None else asked["temperature"],
         "top_p": 1.0 if asked.get("top_p") is None else asked["top_p"],
         "max_tokens": _whole(asked, most, 1, 1 << 31) if most else None if chat else 16,
-        "stop": [*server.sampling.end_tokens, *ends],
+        "stop": [*model.sampling.end_tokens, *ends],
     }
     # Engines would end all that they run at a seed that has more bits.
     seed = None if asked.get("seed") is None else _whole(asked, "seed", -(1 << 62), 1 << 62)
     count = 1 if asked.get("n") is None else _whole(asked, "n", 1, server.limits.open_samples)
     server.require_places(count)
-    answer = _Answer(server, str(asked["model"]), ends, has_tools=bool(tools), chat=chat)
+    answer = _Answer(server, model, str(asked["model"]), ends, has_tools=bool(tools), chat=chat)
     # A number in completions, which may be 0; a flag in chats.
     shown = asked.get("logprobs")
     wants_log_probs = bool(shown) or (not chat and shown == 0 and shown is not False)
@@ -170,19 +178,19 @@ async def _complete(server: Server, owner: str, asked: Mapping[str, Any], *, cha
     if asked.get("stream"):
         if count != 1 or wants_log_probs or echo:
             raise UnsupportedError("stream=true with logprobs, echo, or n above 1, is not served here; leave one out")
-        pieces = server.sampling.stream(prompt, params, folder, seed)
+        pieces = model.sampling.stream(prompt, params, folder, seed)
         shows_usage = bool((asked.get("stream_options") or {}).get("include_usage"))
         return StreamingResponse(answer.events(prompt, pieces, shows_usage=shows_usage), media_type="text/event-stream")
-    widest = min(_MOST_LIKELY, server.sampling.vocab_size)
-    width = width_in(asked, "top_logprobs" if chat else "logprobs", count * server.longest, widest)
+    widest = min(_MOST_LIKELY, model.sampling.vocab_size)
+    width = width_in(asked, "top_logprobs" if chat else "logprobs", count * model.longest, widest)
     if width and not wants_log_probs:
         raise BatchError(f"top_logprobs={width} without logprobs=true; set that too")
     seeds = [None if seed is None else seed + index for index in range(count)]
     with server.places(count):
-        found = await asyncio.gather(*(server.sampling.generate(prompt, params, folder, each) for each in seeds))
+        found = await asyncio.gather(*(model.sampling.generate(prompt, params, folder, each) for each in seeds))
         scores: Sequence[Scores | None] = [None] * count
         if width or (echo and wants_log_probs):
-            scores = await server.sampling.scores_of(prompt, found, width, params, server.scorer(folder, lora))
+            scores = await model.sampling.scores_of(prompt, found, width, params, model.scorer(folder, lora))
         return await asyncio.to_thread(answer.whole, prompt, found, scores, log_probs=wants_log_probs, echo=echo)
 
 
@@ -193,7 +201,7 @@ def _whole(asked: Mapping[str, Any], name: str, least: int, most: int) -> int:
     return value
 
 
-async def _prompt(server: Server, asked: Mapping[str, Any], tools: Sequence[Any], *, chat: bool) -> list[int]:
+async def _prompt(model: Path, asked: Mapping[str, Any], tools: Sequence[Any], *, chat: bool) -> list[int]:
     given = asked.get("messages" if chat else "prompt")
     if not chat and isinstance(given, list) and len(given) == 1 and not isinstance(given[0], int):
         (given,) = given
@@ -202,7 +210,7 @@ async def _prompt(server: Server, asked: Mapping[str, Any], tools: Sequence[Any]
     if not isinstance(given, list if chat else str) or not given:
         expected = "a list of messages" if chat else "a text, or token ids; one prompt a request"
         raise BatchError(f"{'messages' if chat else 'prompt'}: expected {expected}")
-    tokenizer = await asyncio.to_thread(_tokenizer, server.model)
+    tokenizer = await asyncio.to_thread(_tokenizer, model)
     if not chat:
         return list(await asyncio.to_thread(tokenizer.encode, given))
     variables = dict(asked.get("chat_template_kwargs") or {})
@@ -236,11 +244,13 @@ def _call_parser(tokenizer: Any) -> CallParser:
 class _Answer:
     """An answer in OpenAI's words."""
 
-    def __init__(self, server: Server, model: str, ends: Sequence[str], *, has_tools: bool, chat: bool) -> None:
-        self._server, self._ends, self._has_tools, self._chat = server, ends, has_tools, chat
+    def __init__(
+        self, server: Server, model: ServedModel, name: str, ends: Sequence[str], *, has_tools: bool, chat: bool
+    ) -> None:
+        self._server, self._model, self._ends, self._has_tools, self._chat = server, model, ends, has_tools, chat
         self._kind = "chat.completion" if chat else "text_completion"
         self._has_begun = False
-        self._head = {"id": f"cmpl-{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
+        self._head = {"id": f"cmpl-{uuid.uuid4().hex}", "created": int(time.time()), "model": name}
 
     def whole(
         self,
@@ -251,7 +261,7 @@ class _Answer:
         log_probs: bool,
         echo: bool,
     ) -> Mapping[str, Any]:
-        tokenizer = _tokenizer(self._server.model)
+        tokenizer = _tokenizer(self._model.folder)
         choices = []
         for index, (each, scored) in enumerate(zip(found, scores, strict=True)):
             turn = self._turn(each.token_ids, tokenizer)
@@ -272,7 +282,7 @@ class _Answer:
         tokens: list[int] = []
         held = max((len(each) - 1 for each in self._ends), default=0)
         try:
-            tokenizer = await asyncio.to_thread(_tokenizer, self._server.model)
+            tokenizer = await asyncio.to_thread(_tokenizer, self._model.folder)
             with self._server.places(1):
                 async with aclosing(pieces):
                     async for piece in pieces:
@@ -314,7 +324,7 @@ class _Answer:
         text = ParsedTurn(self._cut(decode(token_ids, tokenizer, special=False)))
         if not self._has_tools:
             return text
-        ends = self._server.sampling.end_tokens
+        ends = self._model.sampling.end_tokens
         # Some models write calls with special tokens.
         written = decode(token_ids[:-1] if token_ids and token_ids[-1] in ends else token_ids, tokenizer)
         turn = _call_parser(tokenizer)(self._cut(written))

@@ -11,8 +11,8 @@ import shutil
 import time
 import uuid
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -106,29 +106,32 @@ class Futures:
         self._store = store
         self.errors = 0
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._waiting: dict[str, asyncio.Event] = {}
+        self._waiting: dict[str, asyncio.Future[Result | None]] = {}
 
-    def finish(self, request_id: str, result: Result) -> None:
-        found = self._keep(request_id, result)
-        if found is not None:
+    def finish(self, answers: Mapping[str, Result]) -> None:
+        """Answers requests, by their ids, for good."""
+        kept = self._keep(answers)
+        for request_id, found in kept.items():
+            result = answers[request_id]
             self.errors += result.is_error
             said = {"error": result.body.decode()[:500]} if result.is_error else {}
             seconds = round(time.time() - found.pop("created"), 3)
             request_log.info(json.dumps({"request": request_id, **found, "seconds": seconds, **said}))
         loop = self._loop
         if loop is not None and not loop.is_closed():
-            loop.call_soon_threadsafe(self._wake, request_id, *([] if found is None else [found["scope"]]))
+            of_scopes: dict[str, Result | None] = dict.fromkeys(found["scope"] for found in kept.values())
+            loop.call_soon_threadsafe(self._wake, of_scopes | {each: answers[each] for each in kept})
 
-    def _keep(self, request_id: str, result: Result) -> dict[str, Any] | None:
+    def _keep(self, answers: Mapping[str, Result]) -> dict[str, dict[str, Any]]:
         """Tries for a minute: a database that is locked, or a disk that is full, must not end training for all."""
         last = time.monotonic() + _WRITE_SECONDS
         while True:
             try:
-                return self._store.finish(request_id, result)
+                return self._store.finish(answers)
             except OperationalError as error:
                 if time.monotonic() > last:
                     raise
-                logger.warning("an answer could not be written, and is tried again: %s", error.orig)
+                logger.warning("answers could not be written, and are tried again: %s", error.orig)
                 time.sleep(1.0)
 
     async def result(self, request_id: str, owner: str, seconds: float) -> Result | None:
@@ -137,83 +140,115 @@ class Futures:
         Raises:
             UnknownError: no such request of this owner.
         """
-        self._loop = asyncio.get_running_loop()
-        event = self._waiting.setdefault(request_id, asyncio.Event())
-        # Looked up after the event is there: an answer that comes in between sets it.
-        for last in (False, True):
-            found = self._store.get(REQUESTS, id=request_id, owner=owner)
-            if found is None:
-                self._waiting.pop(request_id, None)
-                raise UnknownError(f"request {request_id!r} is not known, or was answered longer than --keep-results ago")
-            if found["finished"] is not None:
-                self._waiting.pop(request_id, None)
-                return Result(found["media"], found["body"])
-            if last:
-                return None
-            try:
-                await asyncio.wait_for(event.wait(), seconds)
-            except TimeoutError:
-                return None
-        return None
+        answer = self._next(request_id)
+        # Looked up after it is waited for: an answer that comes in between is not missed.
+        found = self._store.get(REQUESTS, id=request_id, owner=owner)
+        if found is None:
+            self._waiting.pop(request_id, None)
+            raise UnknownError(f"request {request_id!r} is not known, or was answered longer than --keep-results ago")
+        if found["finished"] is not None:
+            self._waiting.pop(request_id, None)
+            return Result(found["media"], found["body"])
+        await asyncio.wait([answer], timeout=seconds)
+        return answer.result() if answer.done() else None
 
     async def completed(self, sampler: str, client: int, after: int, seconds: float) -> list[dict[str, Any]]:
         """Requests of one client of a sampler that were answered since, in that order; empty after that time."""
-        self._loop = asyncio.get_running_loop()
-        event = self._waiting.setdefault(sampler, asyncio.Event())
+        answer = self._next(sampler)
         found = self._store.completed(sampler, client, after)
         if not found and seconds > 0:
-            with suppress(TimeoutError):
-                await asyncio.wait_for(event.wait(), seconds)
+            await asyncio.wait([answer], timeout=seconds)
             found = self._store.completed(sampler, client, after)
         return found
 
-    def _wake(self, *waited_for: str) -> None:
-        for each in waited_for:
-            if (event := self._waiting.pop(each, None)) is not None:
-                event.set()
+    def _next(self, waited_for: str) -> asyncio.Future[Result | None]:
+        """The answer of a request, or None at the next one of a sampler; whoever waits for the same has the same."""
+        self._loop = asyncio.get_running_loop()
+        return self._waiting.setdefault(waited_for, self._loop.create_future())
+
+    def _wake(self, answers: Mapping[str, Result | None]) -> None:
+        for each, result in answers.items():
+            if (answer := self._waiting.pop(each, None)) is not None:
+                answer.set_result(result)
 
 
-class Server:
-    """One base model: its runs, on ``training``, and its samplers, on ``sampling``.
+@dataclass(frozen=True, eq=False)
+class ServedModel:
+    """A base model: its runs, on ``training``, and its samplers, on ``sampling``.
 
-    Args:
-        name: of the model, which clients ask for.
-        model: its Hugging Face directory.
+    Attributes:
+        name: which clients ask for.
+        folder: its Hugging Face directory.
         longest: tokens of prompt and response, or of a datum.
     """
 
-    def __init__(
-        self,
-        store: Store,
-        futures: Futures,
-        training: Training,
-        sampling: Sampling,
-        *,
-        name: str,
-        model: Path,
-        longest: int,
-        limits: Limits,
-    ) -> None:
-        self.store, self.futures, self.training, self.sampling = store, futures, training, sampling
-        self.name, self.model, self.longest, self.limits = name, model, longest, limits
+    name: str
+    folder: Path
+    longest: int
+    training: Training
+    sampling: Sampling
+
+    @property
+    def tokens(self) -> Mapping[str, int]:
+        """Trained and sampled until now."""
+        return {"trained": self.training.tokens, "sampled": self.sampling.tokens}
+
+    def scorer(self, folder: Path | None, asked: Mapping[str, Any] | None) -> Score:
+        """Computes log-probs of texts by the adapter of a folder, which was asked for so; of None by the base."""
+        lora = None if asked is None else self.training.config_of(asked)
+
+        async def score(scoring: Scoring) -> Scores:
+            if len(scoring.tokens) > self.longest:
+                raise BatchError(f"a text of {len(scoring.tokens)} tokens; log-probs are computed up to {self.longest}")
+            return await asyncio.wrap_future(self.training.read_log_probs(folder, lora, scoring))
+
+        return score
+
+
+class Server:
+    """Sessions, runs, checkpoints and samplers of clients, over one or several base models.
+
+    Attributes:
+        models: by their names.
+    """
+
+    def __init__(self, store: Store, futures: Futures, models: Iterable[ServedModel], limits: Limits) -> None:
+        self.store, self.futures, self.limits = store, futures, limits
+        self.models = {model.name: model for model in models}
         self.started = time.time()
         self.rates = Rates(limits.requests_per_second)
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._snapshots: dict[str, deque[Snapshot]] = {}
         self._open_samples = 0
         self._links = Links()
-        # When, and what was trained and sampled until then.
-        self._counts: deque[tuple[float, int, int]] = deque([(self.started, 0, 0)])
+        # When, and what was trained and sampled until then, by model.
+        self._counts: deque[tuple[float, Mapping[str, Mapping[str, int]]]] = deque()
+        self._count(self.started)
+
+    def _count(self, now: float) -> None:
+        self._counts.append((now, {name: model.tokens for name, model in self.models.items()}))
+        while self._counts[0][0] < now - _SPEED_SECONDS:
+            self._counts.popleft()
+
+    def speeds(self, model: ServedModel) -> Mapping[str, float]:
+        """Tokens of a model that were trained and sampled a second, in the last minute."""
+        since, before = self._counts[0]
+        seconds = max(time.time() - since, 1.0)
+        return {kind: (count - before[model.name][kind]) / seconds for kind, count in model.tokens.items()}
 
     @property
-    def speeds(self) -> Mapping[str, float]:
-        """Tokens that were trained and sampled a second, in the last minute."""
-        since, trained, sampled = self._counts[0]
-        seconds = max(time.time() - since, 1.0)
-        return {
-            "trained": (self.training.tokens - trained) / seconds,
-            "sampled": (self.sampling.tokens - sampled) / seconds,
-        }
+    def failed(self) -> str:
+        """The models whose training has ended, and why; empty while all train."""
+        return "; ".join(f"{name}: {why}" for name, model in self.models.items() if (why := model.training.failed))
+
+    def model(self, name: Any) -> ServedModel:
+        """Raises :class:`UnknownError` for a base model that is not served here."""
+        if not isinstance(name, str) or name not in self.models:
+            raise UnknownError(self._not_served(name))
+        return self.models[name]
+
+    def _not_served(self, name: Any) -> str:
+        return f"base_model={name!r}: this server has {', '.join(map(repr, self.models))}"
 
     # Sessions.
 
@@ -246,7 +281,7 @@ class Server:
         self.store.change(SESSIONS, {"ended": True}, id=session)
         for run in self.store.rows(RUNS, session=session, over=""):
             self.store.change(RUNS, {"over": why}, id=run["id"])
-            self.training.end(run["id"], why)
+            self.models[run["base_model"]].training.end(run["id"], why)
             self._snapshots.pop(run["id"], None)
         kept = {checkpoint["folder"] for checkpoint in self.store.rows(CHECKPOINTS)}
         for sampler in self.store.rows(SAMPLERS, session=session):
@@ -265,9 +300,7 @@ class Server:
 
     async def _sweep_once(self) -> None:
         now = time.time()
-        self._counts.append((now, self.training.tokens, self.sampling.tokens))
-        while self._counts[0][0] < now - _SPEED_SECONDS:
-            self._counts.popleft()
+        self._count(now)
         for session in self.store.rows(SESSIONS, ended=False):
             if session["seen"] < now - self.limits.session_timeout:
                 silent = f"the session sent no heartbeat for {self.limits.session_timeout:g} s and has ended"
@@ -284,26 +317,33 @@ class Server:
         lora["seed"] = secrets.randbits(31) if lora["seed"] is None else lora["seed"]
 
         def make(run: Run) -> Mapping[str, Any]:
-            self._require_base(asked)
-            self.training.make(run, lora)
+            _require_adam(asked)
+            self._of(run)[0].training.make(run, lora)
             return {"type": "create_model", "model_id": run.id}
 
-        return self._new_run(owner, asked, lora, make)
+        return self._new_run(owner, asked, text_in(asked, "base_model"), lora, make)
 
     def load_as_new(self, owner: str, asked: Mapping[str, Any]) -> Mapping[str, Any]:
         """Creation by loading: rank and targets are the checkpoint's."""
         found = self._find(owner, text_in(asked, "path"), "weights")
-        lora = {} if found is None else found["lora"]
+        # Any model can say that a checkpoint is not there.
+        its: Mapping[str, Any] = found or {"base_model": next(iter(self.models)), "lora": {}}
+        base = text_in(asked, "base_model") if asked.get("base_model") else its["base_model"]
 
         def make(run: Run) -> Mapping[str, Any]:
-            self._require_base({"base_model": self.name, **asked})
+            _require_adam(asked)
             self._load(run, asked["path"], found, optimizer=bool(asked.get("optimizer")))
             return {"type": "load_weights", "path": asked["path"], "model_id": run.id}
 
-        return self._new_run(owner, asked, lora, make)
+        return self._new_run(owner, asked, base, its["lora"], make)
 
     def _new_run(
-        self, owner: str, asked: Mapping[str, Any], lora: Mapping[str, Any], make: Callable[[Run], Mapping[str, Any]]
+        self,
+        owner: str,
+        asked: Mapping[str, Any],
+        base: str,
+        lora: Mapping[str, Any],
+        make: Callable[[Run], Mapping[str, Any]],
     ) -> Mapping[str, Any]:
         session, metadata = text_in(asked, "session_id"), metadata_in(asked)
         self.require_session(owner, session)
@@ -312,22 +352,24 @@ class Server:
         request_id, is_new = self.store.accept(run, 0, owner)
         if not is_new:
             return {"request_id": request_id, "model_id": run}
+        over = "" if base in self.models else self._not_served(base)
         added = self.store.add(
             RUNS,
             id=run,
             session=session,
             owner=owner,
-            base_model=self.name,
+            base_model=base,
             lora=dict(lora),
             created=now,
             last_request=now,
-            over="",
+            over=over,
             user_metadata=metadata,
         )
-        if added:
-            self.training.create(run, request_id, make)
+        if added and not over:
+            self.models[base].training.create(run, request_id, make)
         else:
-            self.futures.finish(request_id, Result.failed(f"{run} was created before; its answer is not kept any more"))
+            problem = over or f"{run} was created before; its answer is not kept any more"
+            self.futures.finish({request_id: Result.failed(problem)})
         return {"request_id": request_id, "model_id": run}
 
     def require_run(self, owner: str, run: str) -> dict[str, Any]:
@@ -349,15 +391,16 @@ class Server:
         found = self.require_run(owner, run)
         if seq_id < 1:
             raise BatchError(f"seq_id={seq_id}: the numbers of a run's requests begin at 1")
-        if size and not self.training.has_room(run, seq_id, size, self.limits.waiting_bytes):
-            raise BusyError("as many training requests wait as the server holds; ask again")
+        training = None if found["over"] else self.models[found["base_model"]].training
+        if training is not None and size and not training.is_next(run, seq_id):
+            waits = sum(model.training.waiting_bytes for model in self.models.values())
+            if waits + size > self.limits.waiting_bytes:
+                raise BusyError("as many training requests wait as the server holds; ask again")
         request_id, is_new = self.store.accept(run, seq_id, owner)
-        if is_new:
-            self.store.change(RUNS, {"last_request": time.time()}, id=run)
-            if found["over"]:
-                self.futures.finish(request_id, Result.failed(found["over"], "server"))
-            else:
-                self.training.submit(run, seq_id, make(request_id))
+        if is_new and training is None:
+            self.futures.finish({request_id: Result.failed(found["over"], "server")})
+        elif is_new and training is not None:
+            training.submit(run, seq_id, make(request_id))
         return {"request_id": request_id, "model_id": run}
 
     def call(self, owner: str, asked: Mapping[str, Any], work: Callable[[Run], Mapping[str, Any]]) -> Mapping[str, Any]:
@@ -381,6 +424,7 @@ class Server:
                 raise CheckpointError(f"tinker://{run.id}/{kind}/{name} exists; choose another name, or overwrite it")
             recipients = recipients_in(asked) if kind == EXTERNAL else ()
             folder, size = self._write(run, owner, "checkpoints", state=kind == "weights", recipients=recipients)
+            row = self._of(run)[1]
             self.store.put(
                 CHECKPOINTS,
                 run=run.id,
@@ -388,8 +432,8 @@ class Server:
                 name=name,
                 owner=owner,
                 folder=str(folder),
-                base_model=self.name,
-                lora=self._lora_of(run),
+                base_model=row["base_model"],
+                lora=row["lora"],
                 created=time.time(),
                 bytes=size,
                 user_metadata=metadata,
@@ -412,7 +456,8 @@ class Server:
             if self.store.get(SAMPLERS, id=sampler) is not None:
                 raise CheckpointError(f"sampler {sampler!r} exists; choose another sampling_session_seq_id")
             folder, size = self._write(run, owner, "snapshots", state=False)
-            self._add_sampler(owner, session, sampler, None, folder, self._lora_of(run), size)
+            row = self._of(run)[1]
+            self._add_sampler(owner, session, sampler, row["base_model"], None, folder, row["lora"], size)
             kept = self._snapshots.setdefault(run.id, deque())
             kept.append(Snapshot(time.time(), folder))
             if len(kept) > self.limits.snapshots:
@@ -431,7 +476,7 @@ class Server:
         free, used = shutil.disk_usage(self.store.folder).free, self.used_bytes(owner)
         if free < self.limits.free_bytes:
             raise CheckpointError(f"the server's disk has {free >> 20} MiB left; delete checkpoints, or ask its operator")
-        self.training.save(run, folder, state=state)
+        self._of(run)[0].training.save(run, folder, state=state)
         try:
             encrypt(folder / ADAPTER, recipients)
             size = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
@@ -472,6 +517,7 @@ class Server:
     def find_adapter(self, owner: str, path: str) -> dict[str, Any]:
         """A checkpoint that can be sampled from."""
         found = self.find(owner, path)
+        self.model(found["base_model"])
         if found["kind"] == EXTERNAL:
             raise UnknownError(f"{path} is for downloads; save the run with save_weights_for_sampler to sample from it")
         return found
@@ -519,9 +565,10 @@ class Server:
     def _load(self, run: Run, path: str, found: Mapping[str, Any] | None, *, optimizer: bool) -> None:
         if found is None:
             raise CheckpointError(f"path={path!r} is no training checkpoint that this key may read; see list_checkpoints")
-        if found["base_model"] != self.name:
-            raise CheckpointError(f"{path} is of {found['base_model']!r}; this server has {self.name!r}")
-        self.training.load(run, Path(found["folder"]), found["lora"], optimizer=optimizer)
+        model = self._of(run)[0]
+        if found["base_model"] != model.name:
+            raise CheckpointError(f"{path} is of {found['base_model']!r}, and the run of {model.name!r}")
+        model.training.load(run, Path(found["folder"]), found["lora"], optimizer=optimizer)
         self.store.change(RUNS, {"lora": found["lora"]}, id=run.id)
 
     def _delete_checkpoint(self, found: Mapping[str, Any]) -> None:
@@ -530,7 +577,8 @@ class Server:
         # A sampler that has these weights goes on with them.
         if not self._has_sampler(found["folder"]):
             # New ranks would look for what ranks compute log-probs with.
-            self.training.forget(Path(found["folder"]) / ADAPTER)
+            for model in self.models.values():
+                model.training.forget(Path(found["folder"]) / ADAPTER)
             shutil.rmtree(found["folder"], ignore_errors=True)
 
     def _has_sampler(self, folder: str) -> bool:
@@ -539,22 +587,16 @@ class Server:
         return any(not found["ended"] for each in sessions for found in self.store.rows(SESSIONS, id=each))
 
     async def _delete(self, folder: Path) -> None:
-        self.training.forget(folder / ADAPTER)
-        await self.sampling.forget(folder / ADAPTER)
+        for model in self.models.values():
+            model.training.forget(folder / ADAPTER)
+            await model.sampling.forget(folder / ADAPTER)
         await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
 
-    def _lora_of(self, run: Run) -> dict[str, Any]:
+    def _of(self, run: Run) -> tuple[ServedModel, dict[str, Any]]:
+        """The model and the row of a run that works."""
         found = self.store.get(RUNS, id=run.id)
         assert found is not None, "a run that works is there"
-        lora: dict[str, Any] = found["lora"]
-        return lora
-
-    def _require_base(self, asked: Mapping[str, Any]) -> None:
-        if asked.get("base_model") != self.name:
-            raise ConfigError(f"base_model={asked.get('base_model')!r}: this server has {self.name!r}")
-        kind = (asked.get("optimizer_config") or {}).get("type", "adamw")
-        if kind not in ("adam", "adamw"):
-            raise UnsupportedError(f"optimizer_config.type={kind!r} is not served here; use adamw")
+        return self.models[found["base_model"]], found
 
     # Samplers.
 
@@ -562,14 +604,14 @@ class Server:
         session = text_in(asked, "session_id")
         self.require_session(owner, session)
         sampler = f"{session}:sample:{number_in(asked, 'sampling_session_seq_id')}"
-        path = asked.get("model_path")
+        path, base = asked.get("model_path"), asked.get("base_model")
         if path:
             found = self.find_adapter(owner, path)
-            self._add_sampler(owner, session, sampler, path, Path(found["folder"]), found["lora"])
-        elif asked.get("base_model") == self.name:
-            self._add_sampler(owner, session, sampler, None, None, None)
+            if base and base != found["base_model"]:
+                raise BatchError(f"base_model={base!r}: {path} is of {found['base_model']!r}; leave base_model out")
+            self._add_sampler(owner, session, sampler, found["base_model"], path, Path(found["folder"]), found["lora"])
         else:
-            raise UnknownError(f"base_model={asked.get('base_model')!r}: this server has {self.name!r}")
+            self._add_sampler(owner, session, sampler, self.model(base).name, None, None, None)
         return {"type": "create_sampling_session", "sampling_session_id": sampler}
 
     def require_sampler(self, owner: str, sampler: str) -> dict[str, Any]:
@@ -582,10 +624,11 @@ class Server:
         """Accepts a request for samples.
 
         Raises:
-            UnknownError: the sampler.
+            UnknownError: the sampler, or its model.
             BusyError: as many are open as the server takes.
         """
         sampler = self.require_sampler(owner, str(asked.get("sampling_session_id")))
+        model = self.model(sampler["base_model"])
         count = number_in({"num_samples": 1, **asked}, "num_samples")
         if count > self.limits.open_samples:
             raise BatchError(f"num_samples={count}: this server takes up to {self.limits.open_samples} in a request")
@@ -593,7 +636,7 @@ class Server:
         seq_id = secrets.randbits(62) if asked.get("seq_id") is None else number_in(asked, "seq_id")
         request_id, is_new = self.store.accept(sampler["id"], seq_id, owner)
         if is_new:
-            task = asyncio.get_running_loop().create_task(self._sample(request_id, asked, sampler))
+            task = asyncio.get_running_loop().create_task(self._sample(request_id, asked, model, sampler))
             self._tasks[request_id] = task
             self._open_samples += count
             # Not in the task: one that is cancelled before it begins never runs.
@@ -626,7 +669,7 @@ class Server:
         if self.store.get(REQUESTS, id=request_id, owner=owner) is None:
             raise UnknownError(f"request {request_id!r} is not known")
         if (task := self._tasks.pop(request_id, None)) is not None:
-            self.futures.finish(request_id, Result.failed("the request was cancelled by its client"))
+            self.futures.finish({request_id: Result.failed("the request was cancelled by its client")})
             task.cancel()
 
     def join(self, owner: str, sampler: str) -> int:
@@ -648,32 +691,24 @@ class Server:
             raise CheckpointError(f"sampler {sampler['id']!r}: its weights are gone; {kept}: save them with a name")
         return folder
 
-    async def _sample(self, request_id: str, asked: Mapping[str, Any], sampler: Mapping[str, Any]) -> None:
+    async def _sample(
+        self, request_id: str, asked: Mapping[str, Any], model: ServedModel, sampler: Mapping[str, Any]
+    ) -> None:
         try:
             folder = self.folder_of(sampler)
-            result = Result.of(await self.sampling.answer(asked, folder, self.scorer(folder, sampler["lora"])))
+            result = Result.of(await model.sampling.answer(asked, folder, model.scorer(folder, sampler["lora"])))
         except Exception as error:  # noqa: BLE001 it is answered
             result = Result.of_error(error)
         finally:
             self._tasks.pop(request_id, None)
-        self.futures.finish(request_id, result)
-
-    def scorer(self, folder: Path | None, asked: Mapping[str, Any] | None) -> Score:
-        """Computes log-probs of texts by the adapter of a folder, which was asked for so; of None by the base."""
-        lora = None if asked is None else self.training.config_of(asked)
-
-        async def score(scoring: Scoring) -> Scores:
-            if len(scoring.tokens) > self.longest:
-                raise BatchError(f"a text of {len(scoring.tokens)} tokens; log-probs are computed up to {self.longest}")
-            return await asyncio.wrap_future(self.training.read_log_probs(folder, lora, scoring))
-
-        return score
+        self.futures.finish({request_id: result})
 
     def _add_sampler(
         self,
         owner: str,
         session: str,
         sampler: str,
+        base: str,
         path: str | None,
         folder: Path | None,
         lora: Mapping[str, Any] | None,
@@ -684,12 +719,18 @@ class Server:
             id=sampler,
             session=session,
             owner=owner,
-            base_model=self.name,
+            base_model=base,
             path=path,
             folder=None if folder is None else str(folder),
             lora=None if lora is None else dict(lora),
             bytes=size,
         )
+
+
+def _require_adam(asked: Mapping[str, Any]) -> None:
+    kind = (asked.get("optimizer_config") or {}).get("type", "adamw")
+    if kind not in ("adam", "adamw"):
+        raise UnsupportedError(f"optimizer_config.type={kind!r} is not served here; use adamw")
 
 
 def shown_checkpoint(row: Mapping[str, Any]) -> dict[str, Any]:

@@ -13,6 +13,7 @@ import shutil
 import time
 import uuid
 from collections.abc import Mapping
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -167,7 +168,7 @@ class Store:
     def add(self, table: Table, **values: Any) -> bool:
         """Adds a row; False where one of its key is there, which stays as it is."""
         with self._engine.begin() as connection:
-            return bool(connection.execute(sql.insert(table).prefix_with("OR IGNORE").values(**values)).rowcount)
+            return bool(connection.execute(sql.insert(table).prefix_with("OR IGNORE"), values).rowcount)
 
     def put(self, table: Table, **values: Any) -> None:
         """Adds a row, or replaces the one of its key."""
@@ -180,9 +181,8 @@ class Store:
 
     def rows(self, table: Table, **where: Any) -> list[dict[str, Any]]:
         """In the order of adding."""
-        asked = sql.select(table).filter_by(**where).order_by(sql.literal_column("rowid"))
         with self._engine.connect() as connection:
-            return [dict(row) for row in connection.execute(asked).mappings()]
+            return [dict(row) for row in connection.execute(_select(table, *where), where).mappings()]
 
     def change(self, table: Table, values: Mapping[str, Any], **where: Any) -> None:
         with self._engine.begin() as connection:
@@ -195,24 +195,29 @@ class Store:
     # Requests.
 
     def accept(self, scope: str, seq_id: int, owner: str) -> tuple[str, bool]:
-        """The id of a request, and whether it is new: one that is sent again is the one before."""
+        """The id of a request of a run or sampler, and whether it is new: one that is sent again is the one before."""
         request_id, now = uuid.uuid4().hex, time.time()
-        if self.add(REQUESTS, id=request_id, owner=owner, scope=scope, seq_id=seq_id, created=now):
-            return request_id, True
+        row = {"id": request_id, "owner": owner, "scope": scope, "seq_id": seq_id, "created": now}
+        with self._engine.begin() as connection:
+            if connection.execute(sql.insert(REQUESTS).prefix_with("OR IGNORE"), row).rowcount:
+                connection.execute(sql.update(RUNS).where(RUNS.c.id == scope).values(last_request=now))
+                return request_id, True
         known = self.get(REQUESTS, scope=scope, seq_id=seq_id)
         assert known is not None, "nothing else refuses the row"
         return known["id"], False
 
-    def finish(self, request_id: str, result: Result) -> dict[str, Any] | None:
-        """Keeps the answer, the first one for good; returns the request if it has its answer by this: scope, seq_id, owner,
-        created.
+    def finish(self, answers: Mapping[str, Result]) -> dict[str, dict[str, Any]]:
+        """Keeps answers by the ids of their requests, the first one of each for good; returns those requests that have their
+        answer by this: scope, seq_id, owner, created.
         """
-        values = {"finished": time.time(), "media": result.media, "body": result.body, "place": _next_place()}
-        asked = sql.update(REQUESTS).where(REQUESTS.c.id == request_id, REQUESTS.c.finished.is_(None))
-        columns = (REQUESTS.c.scope, REQUESTS.c.seq_id, REQUESTS.c.owner, REQUESTS.c.created)
+        columns, found = (REQUESTS.c.scope, REQUESTS.c.seq_id, REQUESTS.c.owner, REQUESTS.c.created), {}
         with self._engine.begin() as connection:
-            found = connection.execute(asked.values(values).returning(*columns)).mappings().first()
-            return None if found is None else dict(found)
+            for request_id, result in answers.items():
+                values = {"finished": time.time(), "media": result.media, "body": result.body, "place": _next_place()}
+                asked = sql.update(REQUESTS).where(REQUESTS.c.id == request_id, REQUESTS.c.finished.is_(None))
+                for row in connection.execute(asked.values(values).returning(*columns)).mappings():
+                    found[request_id] = dict(row)
+        return found
 
     def completed(self, scope: str, client: int, after: int) -> list[dict[str, Any]]:
         """Answers of a scope whose place is beyond ``after``, of one client by its numbers: id, place, media and size."""
@@ -253,6 +258,7 @@ class Store:
             connection.execute(open_requests.values(values))
             over = f"{restarted}, and the run's weights since its last save are gone: create a run from a checkpoint of it"
             connection.execute(sql.update(RUNS).where(RUNS.c.over == "").values(over=over))
+        shutil.rmtree(self.folder / "boundaries", ignore_errors=True)
         known = {Path(row["folder"] or "").name for table in (CHECKPOINTS, SAMPLERS) for row in self.rows(table)}
         for folder in (*self.folder.glob("checkpoints/*"), *self.folder.glob("snapshots/*")):
             if folder.name not in known:
@@ -287,6 +293,13 @@ class Store:
         """The name that a key was made for; None for an unknown one."""
         found = self.get(KEYS, digest=_digest(key))
         return None if found is None else found["name"]
+
+
+@lru_cache
+def _select(table: Table, *names: str) -> sql.Select[Any]:
+    """Rows in the order of adding, by parameters of these names. Made once: that takes longer than to run it."""
+    where = (table.c[name].is_not_distinct_from(sql.bindparam(name)) for name in names)
+    return sql.select(table).where(*where).order_by(sql.literal_column("rowid"))
 
 
 def _next_place() -> Any:

@@ -38,10 +38,12 @@ from rl_backend.contracts import (
     ConfigError,
     ForwardResult,
     GroupFailedError,
+    TenantStep,
     TokenSequence,
     UnsupportedError,
 )
 from rl_backend.contracts.lora import LoRAConfig
+from rl_backend.lora.rows import padded_rank
 
 logger = logging.getLogger(__name__)
 
@@ -63,7 +65,7 @@ _TARGETS_OF_A_TOKEN = 32
 _LOST = (GroupFailedError, ClusterLostError)
 """No client's error: training has ended."""
 
-type Finish = Callable[[str, Result], None]
+type Finish = Callable[[Mapping[str, Result]], None]
 
 
 @dataclass(eq=False)
@@ -73,6 +75,7 @@ class Pass:
     request_id: str
     body: bytes
     request: PassRequest | None = None
+    refused: Result | None = None
     loss: Loss | None = None
     targets: int = 0
     cursor: int = 0
@@ -172,12 +175,12 @@ class Training:
     """The training half of a server, over a group that this object alone drives from now on.
 
     Args:
-        finish: takes the answers of requests, from the thread of this object.
+        finish: takes answers by the ids of their requests, from the thread of this object.
         model: Hugging Face directory of the base.
         longest: tokens of a datum.
         max_rank: of an adapter, and ``max_runs`` of them at one time.
         kinds: of modules that ``train_mlp`` adapts.
-        boundaries: a folder of its own for the states from which new ranks continue; None for a group without recovery.
+        boundaries: a folder for the states from which new ranks continue; None for a group without recovery.
 
     Attributes:
         failed: why the group has ended; empty while it runs.
@@ -202,12 +205,13 @@ class Training:
         self._max_rank, self._max_runs, self._kinds = max_rank, max_runs, kinds
         self._boundaries = boundaries
         if boundaries is not None:
-            shutil.rmtree(boundaries, ignore_errors=True)
-            boundaries.mkdir(parents=True)
+            boundaries.mkdir(parents=True, exist_ok=True)
         self.base = group.build_model(name="base", trainable=False)
         self.failed = ""
         self.passes = self.tokens = self.steps = 0
         self._runs: dict[str, Run] = {}
+        self._answers: dict[str, Result] = {}
+        self._steps: tuple[list[tuple[Run, AdamParams]], GroupFuture[Any]] | None = None
         self._ending: list[tuple[str, str]] = []
         self._forgotten: list[Path] = []
         self._readings: list[_Reading] = []
@@ -237,16 +241,19 @@ class Training:
                 run.waiting[seq_id] = job
                 self._changed.notify()
         if over:
-            self._finish(job.request_id, Result.failed(over, "server"))
+            self._finish({job.request_id: Result.failed(over, "server")})
 
-    def has_room(self, run_id: str, seq_id: int, size: int, most: int) -> bool:
-        """Whether a request of so many bytes may wait too: the next one of its run always, others up to ``most`` bytes."""
+    def is_next(self, run_id: str, seq_id: int) -> bool:
+        """Whether nothing of its run has to come before a request."""
         with self._changed:
             run = self._runs.get(run_id)
-            if run is None or seq_id <= run.next_seq:
-                return True
-            waiting = sum(job.size for each in self._runs.values() for job in each.waiting.values())
-        return waiting + size <= most
+            return run is None or seq_id <= run.next_seq
+
+    @property
+    def waiting_bytes(self) -> int:
+        """Of requests that wait."""
+        with self._changed:
+            return sum(job.size for each in self._runs.values() for job in each.waiting.values())
 
     def end(self, run_id: str, why: str) -> None:
         """Frees the run's adapter; what waits of it, and what comes, fails."""
@@ -313,7 +320,11 @@ class Training:
         ]
         if not targets:
             raise ConfigError("lora_config: train_attn, train_mlp and train_unembed are all false; nothing would be trained")
-        return LoRAConfig(rank=rank, alpha=ALPHA, targets=tuple(targets), seed=int(asked.get("seed") or 0))
+        # As the hosted service trains mixtures.
+        shares = "experts" in targets
+        return LoRAConfig(
+            rank=rank, alpha=ALPHA, targets=tuple(targets), experts_share_factor=shares, seed=int(asked.get("seed") or 0)
+        )
 
     def save(self, run: Run, folder: Path, *, state: bool) -> None:
         """Writes the adapter, with ``state`` what training continues from as well. ``folder`` is complete or not there."""
@@ -370,6 +381,7 @@ class Training:
                     lambda: self._closing or self._ending or self._forgotten or self._readings or self._heads()
                 )
                 if self._closing:
+                    self._answer()
                     return
                 ending, self._ending = self._ending, []
                 forgotten, self._forgotten = self._forgotten, []
@@ -377,15 +389,21 @@ class Training:
                 heads = self._heads()
             try:
                 self._call([run for run in heads if isinstance(run.head, Call)])
+                # The group gets steps and a pass at one time, and works while what was before is answered.
                 self._step([run for run in heads if isinstance(run.head, Step)])
                 # Before the next pass: a run whose requests wait in a row has gradients at any other time.
                 self._bound()
                 self._pass([run for run in heads if isinstance(run.head, Pass)])
+                self._settle()
+                if readings:
+                    self._answer()
                 self._read(readings)
                 for folder in forgotten:
                     self._drop_reader(folder)
                 for run_id, why in ending:
                     self._end(run_id, why)
+                if not self._has_work:
+                    self._answer()
             except Exception as error:  # noqa: BLE001 what belongs to a client is answered before it comes here
                 self._lose(error, readings)
 
@@ -404,6 +422,12 @@ class Training:
     def _budget(self) -> int:
         """Tokens of a pass."""
         return int(self._group.config.max_tokens_per_micro_batch) * self.base.data_parallel_size
+
+    @property
+    def _has_work(self) -> bool:
+        """Whether the group is asked for something next."""
+        with self._changed:
+            return not self._closing and any(isinstance(run.head, Pass | Step) for run in self._heads())
 
     def _heads(self) -> list[Run]:
         return [run for run in self._runs.values() if not run.over and run.head is not None]
@@ -442,8 +466,7 @@ class Training:
                 shutil.rmtree(before, ignore_errors=True)
 
     def _fail_waiting(self, run: Run) -> None:
-        for job in run.waiting.values():
-            self._finish(job.request_id, Result.failed(run.over, "server"))
+        self._answers |= {job.request_id: Result.failed(run.over, "server") for job in run.waiting.values()}
         run.waiting.clear()
 
     def _done(self, run: Run, result: Result) -> None:
@@ -454,7 +477,13 @@ class Training:
             job = run.waiting.pop(run.next_seq)
             run.next_seq += 1
         run.alone = False
-        self._finish(job.request_id, result)
+        self._answers[job.request_id] = result
+
+    def _answer(self) -> None:
+        """Gives away what was found since the last time."""
+        if self._answers:
+            self._finish(self._answers)
+            self._answers = {}
 
     def _outcome(self, work: Callable[[], Mapping[str, Any] | bytes]) -> Result:
         """What a client's work comes to; only the end of the group is nobody's own error."""
@@ -467,6 +496,8 @@ class Training:
 
     def _call(self, runs: Sequence[Run]) -> None:
         for run in runs:
+            # It may take long.
+            self._answer()
             job = run.head
             assert isinstance(job, Call), "chosen by its kind"
             self._done(run, self._outcome(partial(job.work, run)))
@@ -483,16 +514,21 @@ class Training:
         if not able:
             return
         tenants = [tenant for _, tenant, _ in able]
-        step = self._group.optimizer_step.submit(tenants, adam=[adam for _, _, adam in able])
-        cleared = self._group.zero_grad.submit(tenants)
-        for place, (run, _, adam) in enumerate(able):
+        step = self._group.optimizer_step.submit(tenants, adam=[adam for _, _, adam in able], zero_grad=True)
+        for run, _, _ in able:
             run.trained, run.passed = False, []
             run.unbound += 1
-            self._done(run, self._outcome(partial(self._stepped, run, adam, step, place)))
-        cleared.result()
+        self._steps = [(run, adam) for run, _, adam in able], step
 
-    def _stepped(self, run: Run, adam: AdamParams, step: GroupFuture[Any], place: int) -> Mapping[str, Any]:
-        result = step.result()[place]
+    def _settle(self) -> None:
+        """Answers the steps that were sent last."""
+        if self._steps is None:
+            return
+        (runs, sent), self._steps = self._steps, None
+        for (run, adam), result in zip(runs, sent.result(), strict=True):
+            self._done(run, self._outcome(partial(self._stepped, run, adam, result)))
+
+    def _stepped(self, run: Run, adam: AdamParams, result: TenantStep) -> Mapping[str, Any]:
         if not result.ok:
             why = result.error or "a gradient is not finite; weights and optimizer are as they were, gradients gone"
             raise BatchError(f"optim_step: {why}")
@@ -519,12 +555,19 @@ class Training:
             if piece and (not chosen or tokens <= room):
                 chosen.append((run, piece))
                 room -= tokens
+        # Adapters of one shape, and as many rows, beside each other are one product.
+        chosen.sort(key=lambda each: (padded_rank(_made(each[0])[1].rank), _made(each[0])[1].targets, _rows(each[1])))
         self._try_pass(chosen, forward_only=first[0])
 
     def _try_pass(self, chosen: Sequence[tuple[Run, Sequence[Datum]]], *, forward_only: bool) -> None:
         """A pass whose failure is answered to the client that it is of: where several shared it, each is tried alone."""
+        sent = self._send(chosen, forward_only=forward_only)
+        # While the group works.
+        self._settle()
+        self._answer()
+        self._read_ahead()
         try:
-            result = self._run_pass(chosen, forward_only=forward_only)
+            result = sent.result()
         except _LOST:
             raise
         except BatchError as error:
@@ -561,11 +604,11 @@ class Training:
     def _prepare(self, run: Run) -> bool:
         """Whether a request for a pass can be run; one that is wrong is answered here."""
         job = _job(run)
-        result = self._outcome(partial(self._read_pass, run, job)) if job.request is None else None
-        if job.request is None:
-            assert result is not None, "read now"
-            self._done(run, result)
+        self._read_pass(run, job)
+        if job.refused is not None:
+            self._done(run, job.refused)
             return False
+        assert job.request is not None, "read now"
         if run.broken and not job.request.forward_only:
             error = BatchError(f"forward_backward: its gradients would be added to incomplete ones: {run.broken}")
             self._done(run, Result.of_error(error))
@@ -575,7 +618,20 @@ class Training:
             return False
         return True
 
-    def _read_pass(self, run: Run, job: Pass) -> bytes:
+    def _read_ahead(self) -> None:
+        """Reads what came meanwhile."""
+        with self._changed:
+            heads = self._heads()
+        for run in heads:
+            if isinstance(run.head, Pass):
+                self._read_pass(run, run.head)
+
+    def _read_pass(self, run: Run, job: Pass) -> None:
+        if job.request is None and job.refused is None:
+            found = self._outcome(partial(self._checked, run, job))
+            job.refused = None if job.request is not None else found
+
+    def _checked(self, run: Run, job: Pass) -> bytes:
         _made(run)
         request = read_pass(job.body)
         job.loss = loss_of(request.loss, request.loss_options)
@@ -592,7 +648,9 @@ class Training:
         job.targets = sum(datum.inputs["target_tokens"].size for datum in request.data)
         return b""
 
-    def _run_pass(self, chosen: Sequence[tuple[Run, Sequence[Datum]]], *, forward_only: bool) -> ForwardResult:
+    def _send(
+        self, chosen: Sequence[tuple[Run, Sequence[Datum]]], *, forward_only: bool
+    ) -> Future[ForwardResult] | GroupFuture[ForwardResult]:
         rows: list[TokenSequence] = []
         losses: dict[str, Loss] = {}
         for run, piece in chosen:
@@ -600,14 +658,21 @@ class Training:
             assert loss is not None, "prepared"
             rows += [sequence_of(datum, _request(run).loss, tenant.lora_id) for datum in piece]
             losses[tenant.name] = loss
-        return self._group.forward_backward(self.base, rows, losses, forward_only=forward_only)
+        try:
+            return self._group.forward_backward.submit(self.base, rows, losses, forward_only=forward_only)
+        except _LOST:
+            raise
+        except Exception as error:  # noqa: BLE001 raised where the result is read
+            refused = Future[ForwardResult]()
+            refused.set_exception(error)
+            return refused
 
     def _take(self, run: Run, piece: Sequence[Datum], part: ForwardResult) -> None:
         """What a run has of a pass: an answer when it is the last of its request."""
         job, request = _job(run), _request(run)
         run.served = self.passes
         run.trained |= not request.forward_only
-        self.tokens += sum(len(datum.tokens) for datum in piece)
+        self.tokens += _rows(piece)
         log_probs = [values.float().numpy() for values in part.output("log_probs")]
         problem = part.error
         if not (problem or request.forward_only or math.isfinite(part.loss)):
@@ -688,6 +753,7 @@ class Training:
 
     def _lose(self, error: Exception, readings: Sequence[_Reading]) -> None:
         logger.error("training has ended", exc_info=error)
+        self._steps = None
         with self._changed:
             self.failed = f"training has ended ({type(error).__name__}: {error}); restart the server"
             for run in self._runs.values():
@@ -696,6 +762,7 @@ class Training:
             self._readings.clear()
         for run in self._runs.values():
             self._fail_waiting(run)
+        self._answer()
         for reading in readings:
             if not reading.answer.done():
                 reading.answer.set_exception(error)
@@ -740,6 +807,10 @@ def _step_of(run: Run) -> tuple[HandleRef, AdamParams]:
 def _cost(data: Sequence[Datum]) -> int:
     """Tokens of data, as passes count them."""
     return sum(max(len(datum.tokens), datum.inputs["target_tokens"].size // _TARGETS_OF_A_TOKEN) for datum in data)
+
+
+def _rows(data: Sequence[Datum]) -> int:
+    return sum(len(datum.tokens) for datum in data)
 
 
 def _made(run: Run) -> tuple[HandleRef, LoRAConfig]:

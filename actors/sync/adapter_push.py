@@ -285,7 +285,7 @@ def push_directory(rollout: RolloutGroup, name: str, directory: Path | str) -> A
     packed = PackedFactors.read(directory, rollout.config.dtype)
     if factor := packed.not_finite():
         raise WeightCheckError(f"{directory}: {factor} has values that are not finite; nothing was sent", name=factor)
-    rank = max(shape[0] for factor, shape in packed.shapes.items() if factor.removesuffix(".weight").endswith("_A"))
+    rank = max(shape[-2] for factor, shape in packed.shapes.items() if factor.removesuffix(".weight").endswith("_A"))
     pushed = PushedAdapter(AdapterVersion(name, 0, next(_numbers), rank), ray.put(packed), packed.digest)
     with rollout.engine_set.changing:
         if name in rollout.adapters:

@@ -67,7 +67,7 @@ class WeightSync:
             one Ray node, else gloo; ``PushReport.transport`` says which. Only ``auto`` for a tenant: shared memory where
             the driver is on that node, too, else Ray's object store.
         byte_budget: largest number of bytes that the export gathers at one time, and of a bucket where weights are streamed;
-            holds the largest tensor.
+            holds the largest tensor. Ranks that send what they hold gather nothing.
         merged: push a tenant as a model of its own, base and adapter added up: for engines without adapters, and for what
             they cannot serve as an adapter (experts on a CPU, DoRA). No adapter is served beside such weights.
         directory: of a tenant, on a file system that every node sees: its factors travel through it in peft's format and
@@ -226,7 +226,7 @@ class WeightSync:
             engines = self._push_streaming(transport, plan, rollout, clock)
         else:
             engines = self._push_staged(transport, plan, rollout, clock)
-        return PushReport(plan.version, plan.nbytes, clock.seconds(), transport.name, engines, skipped)
+        return PushReport(plan.version, plan.nbytes, clock.seconds(), transport.name, engines, skipped, clock.sent)
 
     def close(self) -> None:
         """Frees staging buffers and connections; the engines keep their weights, and a later push makes new ones."""
@@ -272,7 +272,7 @@ class WeightSync:
 
     def _require_same_again(self, manifest: WeightManifest) -> None:
         """A version that other ranks have computed again has the weights that it had, where any of them was staged."""
-        digests = {info.name: info.digest for info in manifest.tensors}
+        digests = {str(piece): piece.digest for piece in manifest.pieces}
         before, self._digests = self._digests, (manifest.version, self._ranks, digests)
         if before is None or before[0] != manifest.version or before[1] == self._ranks:
             return
@@ -294,6 +294,7 @@ class WeightSync:
             staged = transport.stage(plan, self._ranks, rollout)
         with clock.phase("verify"):
             segments, manifest = staged.segments, staged.manifest.replace(kept=plan.kept)
+            clock.sent = staged.sent
             self._require_same_again(manifest)
             raise_failures(rollout.call("verify", manifest, each=lambda engine: (segments[engine], staged.key)))
         if transport.is_kept:

@@ -26,6 +26,8 @@ class PushReport:
         transport: the one used; of a tenant ``shared_memory``, ``object_store`` or ``directory``.
         engines: numbers of the engines that were updated.
         skipped: engines that were dead or dirty before the push began.
+        sent: bytes that each rank sent to each engine, or through shared memory wrote for all of them; empty between
+            GPUs and of a LoRA tenant.
     """
 
     version: int
@@ -34,19 +36,23 @@ class PushReport:
     transport: str
     engines: tuple[int, ...]
     skipped: tuple[int, ...]
+    sent: tuple[int, ...] = ()
 
     def export(self) -> None:
         for phase, seconds in self.seconds.items():
             prometheus.observe("rl_backend_push_seconds", seconds, phase=phase, transport=self.transport)
         prometheus.count("rl_backend_pushes_total", 1, transport=self.transport)
         prometheus.count("rl_backend_push_bytes_total", self.nbytes, transport=self.transport)
+        for rank, nbytes in enumerate(self.sent):
+            prometheus.count("rl_backend_push_rank_bytes_total", nbytes, transport=self.transport, rank=str(rank))
 
 
 class PushClock:
-    """Seconds of a push by phase, which a trace shows as well, with the version once it is known."""
+    """Seconds of a push by phase, which a trace shows as well, with the version once it is known; and bytes by rank."""
 
     def __init__(self) -> None:
         self.version: int | None = None
+        self.sent: tuple[int, ...] = ()
         self._started = time.perf_counter()
         self._seconds: dict[str, float] = {}
 

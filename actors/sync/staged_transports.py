@@ -1,14 +1,17 @@
 """Transports: the plan of a push, what all of them have in common, and those that stage weights before any is loaded.
 
-**Shared memory**, for trainer and engines on one host. The source rank copies each exported tensor once into a mapping
-under /dev/shm; engines map the same bytes, verify them and hand views of them to vLLM's loaders. Segment and mappings stay
-for the next push, which may write to it because no engine keeps a reference to it after it has acknowledged. While the
-source rank stages, it tells the engines, part by part, what is in its place already, and they check that part. Nobody waits
-for these messages, and an engine notes only what has passed. When all is staged, ``verify`` checks the rest, which is also
-what a lost or late message has left.
+**Senders**. Where ranks hold rectangles of the weights (``Runtime.shard_infos``), each sends those that the plan gives it;
+nothing is gathered. The plan is proved to be every tensor once. Else all ranks gather whole tensors, which the source rank
+sends: of the bridge, of a tenant that is merged, and on a single rank.
 
-**Gloo**, for engines on other hosts. The source rank broadcasts each exported tensor to one process of every engine, which
-receives it into its own shared-memory segment. From there on both are the same: verify everywhere, then load.
+**Shared memory**, for trainer and engines on one host. Each byte is copied once into a mapping under /dev/shm; engines map
+the same bytes, verify them and hand views of them to vLLM's loaders. Segment and mappings stay for the next push, which may
+write to it because no engine keeps a reference to it after it has acknowledged. While a rank stages, it tells the engines,
+part by part, what is in its place already, and they check that part. Nobody waits for these messages, and an engine notes
+only what has passed. When all is staged, ``verify`` checks the rest, which is also what a lost or late message has left.
+
+**Gloo**, for engines on other hosts. Each sender broadcasts its part to one process of every engine, which receives from
+all at one time into its own shared-memory segment. From there on both are the same: verify everywhere, then load.
 """
 
 from __future__ import annotations
@@ -16,13 +19,15 @@ from __future__ import annotations
 import uuid
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any, Literal
 
 import ray
 import torch
+from torch import Tensor
 
 from actors.cluster.rendezvous import (
     GLOO_TIMEOUT,
@@ -34,22 +39,23 @@ from actors.cluster.rendezvous import (
 )
 from actors.rollout.group.engines import EngineSet, raise_failures
 from actors.sync.source import SourceContext, SourceHandle, SourceRanks
-from actors.wire.segment import Segment, SharedSegment, host_identity
+from actors.wire.segment import Segment, SharedSegment, host_identity, map_segment
 from rl_backend.contracts import (
     ConfigError,
     RLBackendError,
     TensorInfo,
+    TensorPart,
     WeightManifest,
     WeightSyncError,
     dtype_from_name,
 )
 from rl_backend.weights.inspection import tensor_digest
-from rl_backend.weights.staging import as_announced, plan_layout, write_tensors
+from rl_backend.weights.staging import as_announced, plan_layout, require_covered, write_tensors
 
 type TransportName = Literal["auto", "shared_memory", "gloo", "nccl", "cuda_ipc"]
 
 SOURCE_RANK = 0
-"""The training rank that sends; the others take part in the export."""
+"""The training rank that describes the weights, and sends them where the others have only a part in the export."""
 
 # Of weights that engines are told of at one time, at least: a message takes as long as copying some MiB.
 PART_BYTES = 2**25
@@ -66,6 +72,8 @@ class PushPlan:
         infos: the tensors, in order, without offsets or digests.
         device_ids: UUIDs of the ranks' CUDA devices; empty when any rank is on a CPU.
         kept: as :class:`~rl_backend.contracts.WeightManifest` has them.
+        parts: the rectangles that ranks send, without offsets or digests; empty where the source rank sends all.
+        on_one_host: whether all ranks are on ``host``.
     """
 
     key: str
@@ -78,6 +86,8 @@ class PushPlan:
     host: str
     device_ids: tuple[str, ...] = ()
     kept: tuple[str, ...] = ()
+    parts: tuple[TensorPart, ...] = ()
+    on_one_host: bool = True
 
     @property
     def manifest(self) -> WeightManifest:
@@ -87,14 +97,32 @@ class PushPlan:
     def nbytes(self) -> int:
         return sum(info.nbytes for info in self.infos)
 
+    @property
+    def senders(self) -> list[int]:
+        """Ranks."""
+        return sorted({part.rank for part in self.parts}) or [SOURCE_RANK]
+
+    def staged(self, rank: int | None = None) -> WeightManifest:
+        """What is sent, of all rectangles or of those of one rank, with places in a staging buffer."""
+        layout, _ = plan_layout(self.infos)
+        offsets = {info.name: info.offset for info in layout}
+        parts = (part.replace(offset=offsets[part.name]) for part in self.parts if rank in (None, part.rank))
+        return WeightManifest(version=self.version, tensors=layout, parts=tuple(parts))
+
 
 @dataclass(frozen=True)
 class Staged:
-    """Weights that wait in shared memory. Engines have checked parts of them already under ``key``, if there is one."""
+    """Weights that wait in shared memory.
+
+    Attributes:
+        key: under which engines have checked parts of them already; empty without.
+        sent: bytes that each rank has sent.
+    """
 
     manifest: WeightManifest
     segments: Mapping[int, Segment]
     key: str = ""
+    sent: tuple[int, ...] = ()
 
 
 class Transport(ABC):
@@ -126,9 +154,10 @@ class StagedTransport(Transport):
 
 def describe_export(
     context: SourceContext, key: str, handle: Any, dtype: str, byte_budget: int | None
-) -> tuple[str, PushPlan | None]:
-    """Runs on every rank: the rank's CUDA device and, on the source rank, what a push would send."""
-    infos = tuple(context.runtime.weight_infos(context.handle(handle), dtype=dtype_from_name(dtype)))
+) -> tuple[str, str, PushPlan | None]:
+    """Runs on every rank: the rank's CUDA device, its host and, on the source rank, what a push would send."""
+    model: SourceHandle = context.handle(handle)
+    infos = tuple(context.runtime.weight_infos(model, dtype=dtype_from_name(dtype)))
     largest = max(infos, key=lambda info: info.nbytes, default=None)
     if byte_budget is not None and largest is not None and largest.nbytes > byte_budget:
         raise ConfigError.of(
@@ -136,19 +165,22 @@ def describe_export(
             byte_budget,
             f"must hold the largest tensor, {largest.name} with {largest.nbytes} bytes",
         )
+    device, host = _cuda_device(), host_identity()
     if context.rank != SOURCE_RANK:
-        return _cuda_device(), None
-    model: SourceHandle = context.handle(handle)
-    version, kept = model.weight_version, tuple(model.kept)
-    node_id = ray.get_runtime_context().get_node_id()
-    return _cuda_device(), PushPlan(key, handle, dtype, byte_budget, version, infos, node_id, host_identity(), kept=kept)
+        return device, host, None
+    version, kept, node_id = model.weight_version, tuple(model.kept), ray.get_runtime_context().get_node_id()
+    parts = context.runtime.shard_infos(model, dtype=dtype_from_name(dtype)) if context.world_size > 1 else ()
+    return device, host, PushPlan(key, handle, dtype, byte_budget, version, infos, node_id, host, kept=kept, parts=parts)
 
 
-def make_plan(descriptions: list[tuple[str, PushPlan | None]]) -> PushPlan:
-    plan = descriptions[SOURCE_RANK][1]
+def make_plan(descriptions: list[tuple[str, str, PushPlan | None]]) -> PushPlan:
+    """Raises :class:`~rl_backend.contracts.WeightCheckError` where the rectangles of a tensor are not all of it once."""
+    devices, hosts, plans = zip(*descriptions, strict=True)
+    plan: PushPlan | None = plans[SOURCE_RANK]
     assert plan is not None, "the source rank describes its weights"
-    devices = tuple(device for device, _ in descriptions)
-    return replace(plan, device_ids=devices if all(devices) else ())
+    if plan.parts:
+        require_covered(plan.infos, plan.parts)
+    return replace(plan, device_ids=devices if all(devices) else (), on_one_host=set(hosts) == {plan.host})
 
 
 def export(context: SourceContext, plan: PushPlan) -> Any:
@@ -157,9 +189,16 @@ def export(context: SourceContext, plan: PushPlan) -> Any:
     return context.runtime.export_weights(model, dtype=dtype_from_name(plan.dtype), byte_budget=plan.byte_budget)
 
 
-def join_export(context: SourceContext, plan: PushPlan) -> None:
-    # A rank that does not send takes part in the collectives of the export.
+def own_pieces(context: SourceContext, plan: PushPlan) -> tuple[Sequence[TensorInfo], Iterable[tuple[str, Tensor]]]:
+    """What this rank sends, as announced and as it comes. A rank that sends nothing has taken part in the export."""
+    if plan.parts:
+        shards = context.runtime.export_shards(context.handle(plan.handle), dtype=dtype_from_name(plan.dtype))
+        mine = plan.staged(context.rank).parts
+        return mine, ((str(shard), shard.tensor) for shard in shards if shard.tensor.numel())
+    if context.rank == SOURCE_RANK:
+        return plan.staged().tensors, export(context, plan)
     deque(export(context, plan), maxlen=0)
+    return (), ()
 
 
 def from_source(results: list[Any]) -> Any:
@@ -167,6 +206,14 @@ def from_source(results: list[Any]) -> Any:
     if isinstance(result, RLBackendError):
         raise result
     return result
+
+
+def staged_of_ranks(plan: PushPlan, sent: Sequence[Any], segments: Mapping[int, Segment], key: str = "") -> Staged:
+    """Joins the pieces that each rank has sent."""
+    pieces = tuple(chain(*sent))
+    placed = {"tensors": plan_layout(plan.infos)[0], "parts": pieces} if plan.parts else {"tensors": pieces}
+    manifest = WeightManifest(version=plan.version, tensors=()).replace(**placed)
+    return Staged(manifest, segments, key, tuple(sum(piece.nbytes for piece in of_rank) for of_rank in sent))
 
 
 def _cuda_device() -> str:
@@ -177,7 +224,9 @@ def _cuda_device() -> str:
 
 
 class SharedMemoryTransport(StagedTransport):
-    """Through one shared-memory segment. The host needs room for all weights in /dev/shm."""
+    """Through one shared-memory segment. The host needs room for all weights in /dev/shm. Where ranks are on other hosts
+    than the source rank, which write nothing here, it sends all.
+    """
 
     name = "shared_memory"
     is_kept = True
@@ -193,13 +242,15 @@ class SharedMemoryTransport(StagedTransport):
 
     def stage(self, plan: PushPlan, train: SourceRanks, rollout: EngineSet) -> Staged:
         self._key = plan.key
+        if not plan.on_one_host:
+            plan = replace(plan, parts=())
         segment: Segment = from_source(train.run_on_ranks(reserve_segment, plan))
         if self._segment is not None and self._segment != segment:
             rollout.call("forget_segment", self._segment.path)
         self._segment = segment
         key = uuid.uuid4().hex
-        manifest: WeightManifest = from_source(train.run_on_ranks(write_segment, plan, key, rollout.actors()))
-        return Staged(manifest, dict.fromkeys(rollout.engines, segment), key)
+        written = train.run_on_ranks(write_segment, plan, segment, key, rollout.actors())
+        return staged_of_ranks(plan, written, dict.fromkeys(rollout.engines, segment), key)
 
     def close(self, train: SourceRanks, rollout: EngineSet) -> None:
         if self._segment is not None:
@@ -228,33 +279,39 @@ def reserve_segment(context: SourceContext, plan: PushPlan) -> Segment | RLBacke
 
 
 def write_segment(
-    context: SourceContext, plan: PushPlan, key: str = "", engines: Sequence[Any] = ()
-) -> WeightManifest | None:
-    """Runs on every rank, a collective: the source rank writes what all export, and tells ``engines`` of what is staged."""
-    if context.rank != SOURCE_RANK:
-        join_export(context, plan)
-        return None
-    segment: SharedSegment = context.state[plan.key]
-    parts = _StagedParts(plan, key, Segment(str(segment.path), segment.nbytes), engines)
-    layout, _ = plan_layout(plan.infos)
+    context: SourceContext, plan: PushPlan, segment: Segment, key: str = "", engines: Sequence[Any] = ()
+) -> Sequence[TensorInfo]:
+    """Runs on every rank, a collective: writes what the rank sends, with its digests, and tells ``engines`` of it."""
+    pieces, weights = own_pieces(context, plan)
+    if not pieces:
+        return ()
+    told = _StagedParts(plan, pieces, key, segment, engines)
     with torch.no_grad():
-        return write_tensors(
-            segment.buffer,
-            layout,
-            export(context, plan),
-            version=plan.version,
-            threads=torch.get_num_threads(),
-            staged=parts.add,
-        )
+        buffer = _mapped(context, plan.key, segment)
+        return write_tensors(buffer, pieces, weights, threads=torch.get_num_threads(), staged=told.add)
+
+
+def _mapped(context: SourceContext, key: str, segment: Segment) -> Tensor:
+    # The source rank has made the segment; the others keep a mapping of it for the next push.
+    kept = context.state.get(key)
+    if isinstance(kept, SharedSegment):
+        return kept.buffer
+    if kept is None or kept[0] != segment:
+        kept = context.state[key] = segment, map_segment(*segment)
+    buffer: Tensor = kept[1]
+    return buffer
 
 
 class _StagedParts:
-    def __init__(self, plan: PushPlan, key: str, segment: Segment, engines: Sequence[Any]) -> None:
-        self._version = plan.version
+    def __init__(
+        self, plan: PushPlan, pieces: Sequence[TensorInfo], key: str, segment: Segment, engines: Sequence[Any]
+    ) -> None:
+        self._empty = WeightManifest(version=plan.version, tensors=())
+        self._kind = "parts" if plan.parts else "tensors"
         self._key = key
         self._segment = segment
         self._engines = engines
-        self._left = plan.nbytes
+        self._left = sum(piece.nbytes for piece in pieces)
         self._part: list[TensorInfo] = []
         self._part_bytes = 0
 
@@ -265,20 +322,21 @@ class _StagedParts:
         rest = self._left - self._part_bytes
         if self._part_bytes < max(PART_BYTES, self._left // _SHARE) or not rest:
             return
-        part = WeightManifest(version=self._version, tensors=tuple(self._part))
+        part = self._empty.replace(**{self._kind: tuple(self._part)})
         self._left, self._part, self._part_bytes = rest, [], 0
         for engine in self._engines:
             engine.verify_part.remote(self._key, part, self._segment)
 
 
 def drop_segment(context: SourceContext, key: str) -> None:
-    segment: Any = context.state.pop(key, None)
-    if segment is not None:
-        segment.close()
+    kept: Any = context.state.pop(key, None)
+    # Of a rank that has not made it there is a mapping.
+    if hasattr(kept, "close"):
+        kept.close()
 
 
 class GlooTransport(StagedTransport):
-    """By gloo broadcast. Every engine's host needs room for all weights in /dev/shm."""
+    """By gloo broadcasts. Every engine's host needs room for all weights in /dev/shm."""
 
     name = "gloo"
 
@@ -293,12 +351,11 @@ class GlooTransport(StagedTransport):
 
     def stage(self, plan: PushPlan, train: SourceRanks, rollout: EngineSet) -> Staged:
         self._key = plan.key
-        layout, nbytes = plan_layout(plan.infos)
-        # First what waits for engines that sample: the source rank waits for them to connect for a short time alone.
-        segments = rollout.call("make_segment", nbytes)
+        # First what waits for engines that sample: ranks wait for them to connect for a short time alone.
+        segments = rollout.call("make_segment", plan_layout(plan.infos)[1])
         raise_failures(segments)
-        self._connect(train, rollout)
-        receiving = rollout.start_call("receive", plan.key, WeightManifest(version=plan.version, tensors=layout))
+        self._connect(plan, train, rollout)
+        receiving = rollout.start_call("receive", plan.key, plan.staged())
         try:
             sent = train.run_on_ranks(broadcast_weights, plan)
         except BaseException:
@@ -312,7 +369,8 @@ class GlooTransport(StagedTransport):
         if any(isinstance(result, RLBackendError) for result in (*sent, *received.values())):
             self._members = {}
         raise_failures(received)
-        return Staged(from_source(sent), segments)
+        raise_failures(dict(enumerate(sent)))
+        return staged_of_ranks(plan, sent, segments)
 
     def close(self, train: SourceRanks, rollout: EngineSet) -> None:
         if self._key:
@@ -322,72 +380,68 @@ class GlooTransport(StagedTransport):
             train.run_on_ranks(disconnect, self._key)
         self._members = {}
 
-    def _connect(self, train: SourceRanks, rollout: EngineSet) -> None:
-        # One group of the source rank and all living engines, made again when any of them changes.
+    def _connect(self, plan: PushPlan, train: SourceRanks, rollout: EngineSet) -> None:
+        # For each sender a group of it and all living engines, made again when any of them changes.
         members = {engine: rollout.infos[engine].pid for engine in rollout.engines}
         if members == self._members and train == self._source:
             return
-        size = len(members) + 1
-        source = from_source(train.run_on_ranks(source_node))
-        nodes = [source, *(rollout.infos[engine].node_ip for engine in members)]
-        address: GlooAddress = from_source(train.run_on_ranks(listen, self._key, rendezvous_address(nodes), size))
+        nodes = [rollout.infos[engine].node_ip for engine in members]
+        listening = train.run_on_ranks(listen, plan.key, plan.senders, nodes)
+        addresses = {rank: address for rank, address in enumerate(listening) if address is not None}
         positions = {engine: position for position, engine in enumerate(members, start=1)}
-        joining = rollout.start_call("join_gloo", self._key, address, each=lambda engine: (positions[engine],))
-        connected = train.run_on_ranks(connect, self._key)
+        joining = rollout.start_call("join_gloo", plan.key, addresses, each=lambda engine: (positions[engine],))
+        connected = train.run_on_ranks(connect, plan.key)
         raise_failures(rollout.gather(joining, 2 * GLOO_TIMEOUT.total_seconds()))
-        from_source(connected)
+        raise_failures(dict(enumerate(connected)))
         self._members, self._source = members, train
 
 
-def source_node(context: SourceContext) -> str | None:
-    return node_address() if context.rank == SOURCE_RANK else None
-
-
-def listen(context: SourceContext, key: str, address: str, size: int) -> GlooAddress | None:
-    if context.rank != SOURCE_RANK:
+def listen(context: SourceContext, key: str, senders: Sequence[int], nodes: Sequence[str]) -> GlooAddress | None:
+    """Where engines on ``nodes`` meet this rank, if it is a sender."""
+    if context.rank not in senders:
         return None
     disconnect(context, key)
-    point = RendezvousPoint(address, GLOO_TIMEOUT)
-    context.state[key] = (point, GlooAddress(point.rendezvous, size))
-    return GlooAddress(point.rendezvous, size)
+    point = RendezvousPoint(rendezvous_address([node_address(), *nodes]), GLOO_TIMEOUT)
+    address = GlooAddress(point.rendezvous, 1 + len(nodes))
+    context.state[key] = (point, address)
+    return address
 
 
 def connect(context: SourceContext, key: str) -> RLBackendError | None:
-    if context.rank != SOURCE_RANK:
+    if key not in context.state:
         return None
     point, address = context.state[key]
     try:
-        context.state[key] = (point, GlooGroup(address, SOURCE_RANK))
+        context.state[key] = (point, GlooGroup(address, 0))
     except RuntimeError as error:
         return WeightSyncError(
-            f"transport='gloo': an engine did not join within {GLOO_TIMEOUT.total_seconds():g} s: {error}"
+            f"transport='gloo': an engine did not join rank {context.rank} in {GLOO_TIMEOUT.total_seconds():g} s: {error}"
         )
     return None
 
 
-def broadcast_weights(context: SourceContext, plan: PushPlan) -> WeightManifest | RLBackendError | None:
-    """Runs on every rank, a collective: the source rank sends what all export together."""
-    if context.rank != SOURCE_RANK:
-        join_export(context, plan)
-        return None
+def broadcast_weights(context: SourceContext, plan: PushPlan) -> Sequence[TensorInfo] | RLBackendError:
+    """Runs on every rank, a collective: sends what the rank sends, and returns it with its digests."""
+    pieces, weights = own_pieces(context, plan)
+    if not pieces:
+        return ()
     _, group = context.state[plan.key]
-    layout, _ = plan_layout(plan.infos)
     sent: list[TensorInfo] = []
     failure: Exception | None = None
     with torch.no_grad():
         # After a failed broadcast the export still runs to its end: the other ranks are in its collectives.
-        for info, tensor in as_announced(layout, export(context, plan)):
+        for info, tensor in as_announced(pieces, weights):
             if failure is None:
                 host_tensor = tensor.detach().to("cpu").contiguous()
-                sent.append(info.replace(digest=tensor_digest(host_tensor)))
+                sent.append(info.replace(digest=tensor_digest(host_tensor, by_rows=info.by_rows)))
                 try:
                     group.broadcast(host_tensor)
                 except RuntimeError as error:
                     failure = error
     if failure is not None:
         disconnect(context, plan.key)
-        return WeightSyncError(f"transport='gloo': the broadcast to the engines failed: {failure}")
-    return WeightManifest(version=plan.version, tensors=tuple(sent))
+        return WeightSyncError(f"transport='gloo': the broadcast of rank {context.rank} to the engines failed: {failure}")
+    return tuple(sent)
 
 
 def disconnect(context: SourceContext, key: str) -> None:

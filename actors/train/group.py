@@ -488,10 +488,14 @@ class TrainGroup:
 
     @operation
     def optimizer_step(
-        self, handle: HandleRef | Sequence[HandleRef], *, adam: AdamParams | Sequence[AdamParams | None] | None = None
+        self,
+        handle: HandleRef | Sequence[HandleRef],
+        *,
+        adam: AdamParams | Sequence[AdamParams | None] | None = None,
+        zero_grad: bool = False,
     ) -> GroupFuture[Any]:
         """As :meth:`~rl_backend.runtime.Runtime.optimizer_step`; of several LoRA tenants a list of results."""
-        return self.submit(Atoms.optimizer_step, handle, adam=adam)
+        return self.submit(Atoms.optimizer_step, handle, adam=adam, zero_grad=zero_grad)
 
     @operation
     def lr_scheduler_step(self, handle: HandleRef | Sequence[HandleRef]) -> GroupFuture[Any]:

@@ -201,7 +201,7 @@ time  {summary["seconds"]:.0f} s
 
 look at it    {run_dir}/{config.algorithm}/report.html
 files         beside it: metrics.jsonl, samples.jsonl, tensorboard/, {"trace.json, " if config.trace else ""}model/
-your own run  .venv/bin/python -m examples.grpo --model DIR --dataset FILE.jsonl --reward FILE.py:compute_score
+your own run  .venv/bin/rl-backend grpo --model DIR --dataset FILE.jsonl --reward FILE.py:compute_score
               DIR: a local Hugging Face model; FILE.jsonl: lines of {{"prompt": ..., "answer": ...}}; --help: all options"""
     )
 

@@ -30,7 +30,7 @@ class SealedConfig(BaseConfig):
     def read_sealed(cls, file: Path) -> Self:
         """Reads a file of :meth:`sealed_text`; :class:`CheckpointError` where it is of another kind, or was changed."""
         try:
-            text = file.read_text()
+            text = file.read_text(encoding="utf-8")
             found = cls.model_validate_json(text)
         except ValidationError as error:
             problem = "; ".join(": ".join((*map(str, each["loc"]), each["msg"])) for each in error.errors())
@@ -161,7 +161,7 @@ def damaged(path: Path, name: str, what: str) -> CheckpointError:
 def require_format(path: Path, name: str, reads: str, remedy: str) -> None:
     """By its number before its fields are read: those of another format would be told as damage."""
     with suppress(OSError):  # whoever reads the fields is told
-        found = _FORMAT.search(require_inside(path, name).read_text(errors="replace"))
+        found = _FORMAT.search(require_inside(path, name).read_text(encoding="utf-8", errors="replace"))
         if found and found[1] != reads:
             problem = f"has format {found[1]}, this version reads format {reads}; {remedy}"
             raise CheckpointError.at(path, problem, is_damaged=False)

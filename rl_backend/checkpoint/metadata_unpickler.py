@@ -1,11 +1,9 @@
 """The ``.metadata`` file of a checkpoint, read without running code that it names."""
 
 import io
-import itertools
 import pickle
 import re
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Self
 
@@ -23,9 +21,8 @@ from torch.distributed.checkpoint.metadata import (
 from rl_backend.checkpoint.confined import require_inside
 from rl_backend.checkpoint.manifest import FileFacts, damaged
 from rl_backend.contracts import CheckpointError, name_of_dtype
+from rl_backend.parallel.shards import covers_once
 
-MOST_SPLIT_DIMENSIONS = 8
-"""Dimensions along which :func:`covers_once` takes a tensor to be split; its work doubles with each."""
 _GLOBAL = re.compile(r"[Uu]nsupported (?:global: )?GLOBAL (\S+)")
 METADATA_FILE = ".metadata"
 _TORCH = Metadata.__module__
@@ -203,30 +200,3 @@ def load_problem(error: Exception) -> str:
 
 def may_run(name: str) -> str:
     return f"asks for {name}, which may run commands; nothing of it was run, do not load it with other programs"
-
-
-def covers_once(whole: Sequence[int], boxes: Sequence[tuple[Sequence[int], Sequence[int]]]) -> bool:
-    """Whether every element of a tensor of the sizes ``whole`` is in exactly one of ``boxes``, each (offsets, sizes).
-
-    Raises:
-        ValueError: the boxes split more than ``MOST_SPLIT_DIMENSIONS`` dimensions.
-    """
-    if 0 in whole:
-        return all(0 in sizes for _, sizes in boxes)
-    filled = [box for box in boxes if 0 not in box[1]]
-    split = [
-        dimension
-        for dimension, size in enumerate(whole)
-        if any(offsets[dimension] != 0 or sizes[dimension] != size for offsets, sizes in filled)
-    ]
-    if len(split) > MOST_SPLIT_DIMENSIONS:
-        raise ValueError(f"it is split along {len(split)} dimensions; {MOST_SPLIT_DIMENSIONS} at most are read")
-    # Takes time in proportion to the number of boxes: how often each element is covered is a function whose differences
-    # along all dimensions are zero but at the corners of boxes, where they are 1 or -1. These add up to the corners of
-    # ``whole`` alone if, and only if, the function is 1 everywhere in ``whole`` and 0 outside.
-    corners: Counter[tuple[int, ...]] = Counter()
-    for (offsets, sizes), sign in [*((box, 1) for box in filled), (([0] * len(whole), whole), -1)]:
-        for upper in itertools.product((0, 1), repeat=len(split)):
-            corner = tuple(offsets[i] + side * sizes[i] for i, side in zip(split, upper, strict=True))
-            corners[corner] += -sign if sum(upper) % 2 else sign
-    return not any(corners.values())

@@ -21,6 +21,8 @@ CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 _FACTOR = re.compile(
     r"^(?P<module>.+)\.lora_((?P<linear>[AB])\.weight|embedding_(?P<embedding>[AB])|(?P<dora>magnitude)_vector)$"
 )
+# Of experts that share a factor, as stack_of names it: one tensor has all of them.
+_STACK = re.compile(r"\.experts\.w[123]$")
 _HEAD = VALUE_HEAD_WEIGHTS[0].removesuffix(".weight")
 # Parameter that peft adapts as a whole -> what it consists of, in each expert.
 _PACKED_EXPERTS = {"mlp.experts.gate_up_proj": ("gate_proj", "up_proj"), "mlp.experts.down_proj": ("down_proj",)}
@@ -44,7 +46,8 @@ class PeftAdapter(NamedTuple):
     """An adapter that was read.
 
     Attributes:
-        parts: Hugging Face name of a module -> A, (rank, in_features), B, (out_features, rank), and with DoRA magnitudes.
+        parts: Hugging Face name of a module -> A, (rank, in_features), B, (out_features, rank), and with DoRA magnitudes; of
+            experts that share a factor, as :class:`LoRAConfig` says.
         kinds: module -> whether it is an embedding or a linear layer.
         scales: module -> factor of ``B @ A``.
         head: Hugging Face name -> tensor, of a critic's head, which is saved whole.
@@ -106,7 +109,7 @@ def read_peft_directory(path: Path | str) -> PeftAdapter:
     """
     directory = Path(path)
     try:
-        config = json.loads((directory / CONFIG_FILE).read_text())
+        config = json.loads((directory / CONFIG_FILE).read_text(encoding="utf-8"))
         tensors = load_file(directory / WEIGHTS_FILE)
     except (OSError, ValueError, SafetensorError) as error:
         raise CheckpointError.at(directory, f"is no adapter in peft's format: {error}") from error
@@ -123,7 +126,7 @@ def read_peft_directory(path: Path | str) -> PeftAdapter:
             # peft saves these with an adapter of theirs, in case the vocabulary has grown.
             frozen[stored.replace(".base_layer", "")] = tensor
             continue
-        if found is None or tensor.dim() != (1 if found["dora"] else 2):
+        if found is None or tensor.dim() != (1 if found["dora"] else 3 if _STACK.search(found["module"]) else 2):
             raise UnsupportedError(f"{directory / WEIGHTS_FILE}: {name} is no factor of a linear layer or embedding")
         part = cast(LoRAPart, found["linear"] or found["embedding"] or found["dora"])
         parts.setdefault(found["module"], {})[part] = tensor.to(torch.float32)
@@ -133,7 +136,7 @@ def read_peft_directory(path: Path | str) -> PeftAdapter:
     expected = {"A", "B", "magnitude"} if config.get("use_dora") else {"A", "B"}
     for module, held in parts.items():
         rank, alpha = (_of_module(config, field, of_packed.get(module, module)) for field in ("r", "lora_alpha"))
-        if held.keys() != expected or not rank == held["A"].shape[0] == held["B"].shape[1]:
+        if held.keys() != expected or not rank == held["A"].shape[-2] == held["B"].shape[-1]:
             found_ranks = ", ".join(f"{part} of shape {tuple(each.shape)}" for part, each in held.items())
             raise CheckpointError.at(
                 directory, f"is damaged: {module} has {found_ranks}; expected {', '.join(sorted(expected))} of rank {rank:g}"
@@ -209,7 +212,7 @@ def fitted_to(adapter: PeftAdapter, config: LoRAConfig, path: Path | str) -> dic
     """The tensors by peft's names, factors at the rank and scale of ``config``: padded with zeros, and B scaled."""
     found = {PEFT_PREFIX + name: tensor for name, tensor in adapter.head.items()}
     for module, parts in adapter.parts.items():
-        rank, kind = parts["A"].shape[0], adapter.kinds[module]
+        rank, kind = parts["A"].shape[-2], adapter.kinds[module]
         if rank > config.rank or ("magnitude" in parts) is not config.use_dora:
             raise UnsupportedError(
                 f"{path}: {module} has rank {rank} and use_dora={'magnitude' in parts}, the tenant has LoRAConfig.rank="

@@ -1,4 +1,4 @@
-"""``rl-backend serve``: a model that others train and sample over HTTP, with Tinker's SDK or OpenAI's."""
+"""``rl-backend serve``: models that others train and sample over HTTP, with Tinker's SDK or OpenAI's."""
 
 from __future__ import annotations
 
@@ -15,8 +15,13 @@ SIZES = tuple(ParallelConfig.model_fields)
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = "docs/serve.md leads from nothing to a first run, and says what differs from the hosted service."
     add = parser.add_argument
-    add("--model", metavar="DIR", help="Hugging Face directory, or a name on the Hub")
-    add("--name", help="what clients call the model (default: its directory's absolute path, or its name on the Hub)")
+    add(
+        "--model",
+        action="append",
+        metavar="[NAME=]DIR",
+        help="Hugging Face directory, or a name on the Hub; several times for several base models",
+    )
+    add("--name", help="what clients call the only model (default: its directory's absolute path, or its name on the Hub)")
     add(
         "--state",
         type=Path,
@@ -32,7 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--check", action="store_true", help="start, let a client train, sample and save over HTTP, say what came of it, end"
     )
-    ranks = parser.add_argument_group("training and sampling")
+    ranks = parser.add_argument_group("training and sampling, of each model")
     ranks.add_argument("--runtime", choices=("native", "bridge"), default="native", help="default native")
     ranks.add_argument("--ranks", type=int, default=1, metavar="N", help="training ranks (default 1)")
     ranks.add_argument(

@@ -46,6 +46,9 @@ class LoRAConfig(BaseConfig):
         use_rslora: scale by ``alpha / sqrt(rank)`` instead (Kalajdzievski, arXiv 2312.03732).
         use_dora: learn the direction of each output's weights by the factors and their magnitude by itself (Liu et al.,
             arXiv 2402.09353). The change has full rank: engines take such a tenant merged only.
+        experts_share_factor: the experts of a layer have one factor on the side of the hidden size, A of gates and ups and B
+            of downs, and the other each, as Tinker and vLLM's ``enable_moe_shared_loras`` have it. Their factors are one
+            tensor for all of them then, (experts, .., ..), or (1, .., ..) for what they share.
         seed: of the initial factors and of dropout. The factors of a module depend on it and the module's name alone.
     """
 
@@ -55,6 +58,7 @@ class LoRAConfig(BaseConfig):
     dropout: float = Field(default=0.0, ge=0.0, lt=1.0)
     use_rslora: bool = False
     use_dora: bool = False
+    experts_share_factor: bool = False
     seed: int = 0
 
     @model_validator(mode="after")
@@ -62,6 +66,8 @@ class LoRAConfig(BaseConfig):
         # An empty name would select nothing, without a word.
         if any(not target.strip(". ") for target in self.targets):
             raise ConfigError.of("LoRAConfig.targets", self.targets, "has an empty name; name modules or kinds of blocks")
+        if self.use_dora and self.experts_share_factor:
+            raise ConfigError.of("LoRAConfig.use_dora", True, "beside experts_share_factor=True; set one of the two")
         return self
 
     @property

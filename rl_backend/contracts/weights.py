@@ -5,7 +5,7 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Self
+from typing import Any, NamedTuple, Self
 
 import torch
 from pydantic import Field, model_validator
@@ -64,6 +64,14 @@ class WeightShard(NamedTuple):
     offset: tuple[int, ...]
     tensor: Tensor
 
+    def __str__(self) -> str:
+        return _text_of(self.name, self.offset, tuple(self.tensor.shape))
+
+
+def _text_of(name: str, start: Sequence[int], shape: Sequence[int]) -> str:
+    edges = (f"{first}:{first + size}" for first, size in zip(start, shape, strict=True))
+    return f"{name}[{', '.join(edges)}]"
+
 
 def name_of_dtype(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
@@ -99,27 +107,70 @@ class TensorInfo(BaseConfig):
     digest: str = ""
 
     @classmethod
-    def of(cls, name: str, shape: Sequence[int], dtype: torch.dtype) -> Self:
+    def of(cls, name: str, shape: Sequence[int], dtype: torch.dtype, **fields: Any) -> Self:
         nbytes = math.prod(shape) * dtype.itemsize
-        return cls(name=name, shape=tuple(shape), dtype=name_of_dtype(dtype), nbytes=nbytes)
+        return cls(name=name, shape=tuple(shape), dtype=name_of_dtype(dtype), nbytes=nbytes, **fields)
 
     @property
     def num_elements(self) -> int:
         return math.prod(self.shape)
 
+    @property
+    def extent(self) -> int:
+        """Bytes from ``offset`` to the end of the tensor."""
+        return self.nbytes
+
+    @property
+    def by_rows(self) -> bool:
+        """Whether its digest is that of runs of rows, see :func:`~rl_backend.weights.inspection.tensor_digest`."""
+        return False
+
     def __str__(self) -> str:
         return self.name
+
+
+class TensorPart(TensorInfo):
+    """A rectangle of a tensor, which one rank sends. Its text is the name and the rectangle: ``w[0:4, 2:6]``.
+
+    Attributes:
+        shape, nbytes, digest: the rectangle's; ``offset`` is that of the whole tensor.
+        whole: shape of the tensor.
+        start: its first element in the tensor.
+        rank: global rank that sends it.
+    """
+
+    whole: tuple[int, ...]
+    start: tuple[int, ...]
+    rank: int = Field(ge=0)
+
+    @property
+    def region(self) -> tuple[slice, ...]:
+        return tuple(slice(first, first + size) for first, size in zip(self.start, self.shape, strict=True))
+
+    @property
+    def extent(self) -> int:
+        return math.prod(self.whole) * dtype_from_name(self.dtype).itemsize
+
+    @property
+    def by_rows(self) -> bool:
+        # Rows that are cut have gaps between them in memory.
+        return self.shape[1:] != self.whole[1:]
+
+    def __str__(self) -> str:
+        return _text_of(self.name, self.start, self.shape)
 
 
 class WeightManifest(BaseConfig):
     """All tensors of one push, in the order in which they are sent.
 
     Attributes:
+        parts: rectangles that together are ``tensors`` once, each with its digest; empty where one rank sends them whole.
         kept: names of weights that the trainer does not train, of which engines have those that they began with.
     """
 
     version: int = Field(ge=0)
     tensors: tuple[TensorInfo, ...]
+    parts: tuple[TensorPart, ...] = ()
     kept: tuple[str, ...] = ()
 
     @model_validator(mode="after")
@@ -131,5 +182,10 @@ class WeightManifest(BaseConfig):
         return self
 
     @property
+    def pieces(self) -> tuple[TensorInfo, ...]:
+        """What is sent and has a digest: rectangles, or else whole tensors."""
+        return self.parts or self.tensors
+
+    @property
     def nbytes(self) -> int:
-        return sum(tensor.nbytes for tensor in self.tensors)
+        return sum(piece.nbytes for piece in self.pieces)

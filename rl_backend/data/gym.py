@@ -36,8 +36,11 @@ class GymRows(Rows):
         return {
             "prompt": [{"role": "user", "content": entry["question"]}],
             "answer": entry["answer"],
-            "extra_info": {"question": entry["question"], "metadata": entry["metadata"]},
+            "extra_info": {"question": entry["question"], "metadata": entry["metadata"], "gym": self.source},
         }
+
+    def score(self, answer: str, entry: Mapping[str, Any]) -> float:
+        return float(self._questions.score_answer(answer, entry))
 
 
 def is_gym(source: Path | str) -> bool:
@@ -53,7 +56,9 @@ def open_gym(source: str, *, field: str = "dataset") -> GymRows:
     task, _, query = source.removeprefix(PREFIX).partition("?")
     task_type, config_type = _registered(source, task, field)
     try:
-        given = {name: yaml.safe_load(value) for name, value in parse_qsl(query, keep_blank_values=True)}
+        # A plus is one here: tasks have options that are lists of operators.
+        pairs = parse_qsl(query.replace("+", "%2B"), keep_blank_values=True)
+        given = {name: yaml.safe_load(value) for name, value in pairs}
         config = config_type(**{"seed": 0, "size": 500, **given})
         config.validate()
         return GymRows(source, task, task_type(config))
@@ -95,13 +100,14 @@ def score_last_number(
 
 
 def _score(task: str, answer: str, ground_truth: Any, extra_info: Mapping[str, Any] | None) -> float:
-    return float(_scorer(task)(answer, {"answer": ground_truth, **(extra_info or {})}))
+    entry = {"answer": ground_truth, **(extra_info or {})}
+    return _opened(entry.pop("gym", PREFIX + task)).score(answer, entry)
 
 
 @lru_cache(maxsize=64)
-def _scorer(task: str) -> Any:
-    task_type, config_type = _registered(PREFIX + task, task, "data_source")
-    return task_type(config=config_type()).score_answer
+def _opened(source: str) -> GymRows:
+    # With the options of the rows: scorers read limits and tolerances from them.
+    return open_gym(source, field="data_source")
 
 
 def _registered(source: str, task: str, field: str) -> tuple[Any, Any]:

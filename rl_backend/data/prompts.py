@@ -7,13 +7,12 @@ from pathlib import Path
 from typing import Any
 
 from rl_backend.contracts import BatchError, ConfigError
-from rl_backend.data.chat_template import ChatMessage as ChatMessage
-from rl_backend.data.chat_template import encode_messages as encode_messages
-from rl_backend.data.chat_template import encode_text as encode_text
+from rl_backend.data.chat_template import ChatMessage, encode_messages, encode_text
 from rl_backend.data.examples import (
     DataConfig,
     Examples,
     Length,
+    PromptExample,
     UntoldCalls,
     as_messages,
     cut_prompt,
@@ -22,8 +21,6 @@ from rl_backend.data.examples import (
     read_tools_file,
     warn_of_padding,
 )
-from rl_backend.data.examples import PromptExample as PromptExample
-from rl_backend.data.examples import read_examples as read_examples
 from rl_backend.data.hub import local_model
 
 _VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")

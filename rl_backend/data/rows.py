@@ -274,10 +274,15 @@ class ArrowRows(Rows):
     def _type(self, path: str) -> Any:
         if path in self._schema.names:
             return self._schema.field(path).type
+        from pyarrow import types
+
         column, *fields = path.split(".")
         kind = self._schema.field(column).type
         for each in fields:
-            kind = kind.field(each).type
+            if types.is_map(kind):
+                kind = kind.item_type
+            elif types.is_struct(kind):  # else JSON text, in which every null is the row's
+                kind = kind.field(each).type
         return kind
 
 

@@ -7,7 +7,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rl_backend.contracts.lora import PEFT_PREFIX, LoRAKind, part_name
+from rl_backend.contracts.lora import PEFT_PREFIX, LoRAKind, LoRAPart, part_name
+from rl_backend.lora.modules import stack_of
 from rl_backend.lora.rows import RowTensor, TenantRows
 
 # peft's name -> whole tensor, float32, at the true rank.
@@ -68,13 +69,22 @@ def merged_weights(
 
 
 def _merged(weight: Tensor, module: str, kind: LoRAKind, tensors: WholeTensors, scale: float) -> Tensor:
-    a, b = tensors[part_name(module, kind, "A")], tensors[part_name(module, kind, "B")]
+    a, b = _factor(tensors, module, kind, "A"), _factor(tensors, module, kind, "B")
     change = b @ a
     merged = weight.float().add(change.t() if kind == "embedding" else change, alpha=scale)
     magnitudes = tensors.get(part_name(module, kind, "magnitude"))
     if magnitudes is not None:
         merged *= (magnitudes / torch.linalg.vector_norm(merged, dim=1))[:, None]
     return merged.to(weight.dtype)
+
+
+def _factor(tensors: WholeTensors, module: str, kind: LoRAKind, part: LoRAPart) -> Tensor:
+    own = tensors.get(part_name(module, kind, part))
+    if own is not None:
+        return own
+    stack, expert = stack_of(module)
+    of_experts = tensors[part_name(stack, kind, part)]
+    return of_experts[min(expert, len(of_experts) - 1)]
 
 
 def load_tensors(rows: TenantRows, row: Tensor, tensors: Mapping[str, Tensor]) -> None:

@@ -1,6 +1,7 @@
 """Modules that adapters can stand beside, and what one rank has of them."""
 
-from collections.abc import Iterable, Mapping
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 from rl_backend.contracts import VALUE_HEAD_WEIGHTS, ConfigError, UnsupportedError
@@ -70,8 +71,37 @@ def modules_of_rank(names: Iterable[str], held: Mapping[str, AdaptedModule]) -> 
     return tuple(held[name] for name in names if name in held)
 
 
-def require_trainable(config: LoRAConfig, names: Iterable[str], kinds: Mapping[str, LoRAKind]) -> None:
-    """Raises :class:`~rl_backend.contracts.UnsupportedError` for DoRA of an embedding or a head."""
+_STACKS = {"gate_proj": "w1", "down_proj": "w2", "up_proj": "w3"}
+
+
+def stack_of(module: str) -> tuple[str, int]:
+    """Where experts that share factors have those of an expert's module: the name of the tensors, as Tinker and vLLM give
+    it, and its place in them.
+    """
+    experts, number, projection = module.rsplit(".", 2)
+    return f"{experts}.{_STACKS.get(projection, projection)}", int(number)
+
+
+def stack_sizes(kinds: Mapping[str, LoRAKind]) -> Counter[str]:
+    """How many experts each stack is of, among modules of the whole model."""
+    return Counter(stack_of(name)[0] for name, kind in kinds.items() if kind == "experts")
+
+
+def require_trainable(config: LoRAConfig, names: Collection[str], kinds: Mapping[str, LoRAKind]) -> None:
+    """Raises for what cannot be trained of ``names``, among ``kinds`` of the whole model.
+
+    Raises:
+        UnsupportedError: DoRA of an embedding or a head.
+        ConfigError: factors to share, and no experts that share them, or not all of a layer.
+    """
+    if config.experts_share_factor:
+        chosen, every = stack_sizes({name: kinds[name] for name in names}), stack_sizes(kinds)
+        if not chosen:
+            raise ConfigError.of("LoRAConfig.experts_share_factor", True, "no target is an expert; add experts to targets")
+        if part := next((stack for stack, number in chosen.items() if number < every[stack]), ""):
+            raise ConfigError.of(
+                "LoRAConfig.targets", config.targets, f"has some experts of {part}, which share a factor; name all or none"
+            )
     for name in names:
         if config.use_dora and kinds[name] in ("embedding", "head"):
             raise UnsupportedError(

@@ -2,18 +2,18 @@
 
 import hashlib
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from itertools import groupby
 from operator import add
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from rl_backend.contracts.lora import BASE_ONLY, PEFT_PREFIX, LoRAConfig, part_name
-from rl_backend.lora.modules import AdaptedModule
+from rl_backend.contracts.lora import BASE_ONLY, PEFT_PREFIX, LoRAConfig, LoRAKind, part_name
+from rl_backend.lora.modules import AdaptedModule, stack_of, stack_sizes
 from rl_backend.primitive.adapters import AdapterRun, Factors, OwnHead, SumOverRanks
 
 # Ranks are padded to 16 times a power of two. Padding a smaller rank further would change the bits of products; and kernels
@@ -33,6 +33,8 @@ class RowTensor(NamedTuple):
         padding: how many zeros follow in each dimension.
         summed: whether this rank has a part of its gradient, to be added up over the ranks that cut the module.
         start: its place in the row.
+        experts: modules whose factors it holds, one after the other in its first dimension, or that share the only one;
+            empty where it is of ``module``.
     """
 
     module: AdaptedModule
@@ -44,6 +46,7 @@ class RowTensor(NamedTuple):
     padding: tuple[int, ...]
     summed: bool
     start: int = 0
+    experts: tuple[str, ...] = ()
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -88,6 +91,40 @@ def factors_of(module: AdaptedModule, config: LoRAConfig) -> list[RowTensor]:
     if config.use_dora:
         found.append(RowTensor(module, "magnitude", name("magnitude"), (outputs,), (low,), (high - low,), (0,), whole))
     return found
+
+
+def factors_of_rank(modules: Iterable[AdaptedModule], config: LoRAConfig, kinds: Mapping[str, LoRAKind]) -> list[RowTensor]:
+    """:func:`factors_of` each of a rank's modules, with those of experts in stacks where they share one.
+
+    Args:
+        kinds: of the modules of all ranks.
+    """
+    found, stacks = list[RowTensor](), dict[str, list[AdaptedModule]]()
+    for module in modules:
+        if config.experts_share_factor and module.kind == "experts":
+            stacks.setdefault(stack_of(module.name)[0], []).append(module)
+        else:
+            found += factors_of(module, config)
+    sizes: Mapping[str, int] = stack_sizes(kinds) if stacks else {}
+    for stack, experts in stacks.items():
+        found += _stacked(stack, sorted(experts, key=lambda each: stack_of(each.name)[1]), config, sizes[stack])
+    return found
+
+
+def _stacked(stack: str, experts: Sequence[AdaptedModule], config: LoRAConfig, num_experts: int) -> Iterator[RowTensor]:
+    names, first_expert = tuple(each.name for each in experts), stack_of(experts[0].name)[1]
+    for own in factors_of(replace(experts[0], name=stack), config):
+        # Whichever rank has an expert has a part of the gradient of what all share: it is summed as those of other layers.
+        shared = own.role == ("b" if stack.endswith(".w2") else "a")
+        number, first, held = (1, 0, 1) if shared else (num_experts, first_expert, len(experts))
+        yield own._replace(
+            module=replace(own.module, is_expert=not shared),
+            size=(number, *own.size),
+            first=(first, *own.first),
+            held=(held, *own.held),
+            padding=(0, *own.padding),
+            experts=names,
+        )
 
 
 def saved_parameter(module: AdaptedModule, role: str, size: tuple[int, ...]) -> RowTensor:
@@ -194,27 +231,23 @@ class TenantRows:
         return self._modules
 
     def _bind(self) -> None:
-        held: dict[AdaptedModule, dict[str, Tensor]] = {}
-        first_input: dict[AdaptedModule, int] = {}
+        held: dict[str, dict[str, Any]] = {}
         for tensor in self.tensors:
-            module = tensor.module
-            used = slice(*module.outputs) if module.holds_outputs and tensor.role != "a" else slice(None)
-            if tensor.role == "a":
-                first_input[module] = tensor.first[1]
-            for prefix, row in (("", self.weights), ("grad_", self.gradients)):
-                held.setdefault(module, {})[prefix + tensor.role] = tensor.memory(row)[used]
-        self._modules = {
-            module.name: Factors(
-                **tensors,
-                scale=self.config.scale,
-                dropout=self.config.dropout,
-                seed=_seed(self.config.seed, f"{module.name} dropout {first_input[module]}"),
-                sum_over_inputs=self.sum_over_inputs(module),
-            )
-            for module, tensors in held.items()
-            if module in first_input
-        }
-        self._head = next((OwnHead(**tensors) for module, tensors in held.items() if module not in first_input), None)
+            module, is_a = tensor.module, tensor.role == "a"
+            used = slice(*module.outputs) if module.holds_outputs and not is_a else slice(None)
+            rows = (("", self.weights), ("grad_", self.gradients))
+            memory = {prefix + tensor.role: tensor.memory(row)[used] for prefix, row in rows}
+            for place, name in enumerate(tensor.experts or (module.name,)):
+                own = held.setdefault(name, {})
+                for role, whole in memory.items():
+                    own[role] = whole[min(place, len(whole) - 1)] if tensor.experts else whole
+                if is_a:
+                    own["seed"] = _seed(self.config.seed, f"{name} dropout {tensor.first[-1]}")
+                    own["sum_over_inputs"] = self.sum_over_inputs(module)
+        scale, dropout = self.config.scale, self.config.dropout
+        # A head has no A.
+        self._modules = {name: Factors(**own, scale=scale, dropout=dropout) for name, own in held.items() if "a" in own}
+        self._head = next((OwnHead(**own) for own in held.values() if "a" not in own), None)
 
     def spans(self) -> Iterator[tuple[slice, bool]]:
         """Parts of a row that end to end are all of it, and whether their weights decay: not those of one dimension."""

@@ -2,7 +2,8 @@
 
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -16,6 +17,9 @@ from rl_backend.contracts import UnsupportedError
 
 type Region = tuple[slice, ...]
 """A rectangle of a tensor: one slice for each of its dimensions."""
+
+MOST_SPLIT_DIMENSIONS = 8
+"""Dimensions along which :func:`covers_once` takes a tensor to be split; its work doubles with each."""
 
 
 @dataclass(frozen=True)
@@ -45,10 +49,14 @@ class ShardLayout:
         cut, coordinate = {mesh_dim for mesh_dim, _ in self.cuts}, self._coordinates[rank]
         return not any(place for mesh_dim, place in enumerate(coordinate) if mesh_dim not in cut)
 
-    def parts(self) -> Iterator[tuple[int, Region]]:
-        """(global rank, rectangle) of parts that together are the whole tensor once; none is empty."""
-        regions = ((rank, self.region(rank)) for rank in self.ranks if self.counts(rank))
-        return ((rank, region) for rank, region in regions if all(part.start < part.stop for part in region))
+    def copies(self) -> dict[Region, list[int]]:
+        """Rectangles that together are the whole tensor once, none of them empty -> the global ranks that have each."""
+        found: dict[Region, list[int]] = {}
+        for rank in self.ranks:
+            region = self.region(rank)
+            if all(part.start < part.stop for part in region):
+                found.setdefault(region, []).append(rank)
+        return found
 
     @cached_property
     def _coordinates(self) -> Mapping[int, tuple[int, ...]]:
@@ -56,11 +64,52 @@ class ShardLayout:
         return dict(zip(self.ranks, itertools.product(*map(range, self.mesh_shape)), strict=True))
 
 
+def choose_senders(rectangles: Sequence[tuple[int, Sequence[int]]]) -> list[int]:
+    """The rank that sends each rectangle, given as (elements, ranks that have it), so that ranks send about equally much.
+
+    A rank that alone has one must send it. The others are dealt out, the largest first, to the rank with the least to send.
+    """
+    senders, sent = [0] * len(rectangles), Counter[int]()
+    order = sorted(range(len(rectangles)), key=lambda index: (len(rectangles[index][1]) > 1, -rectangles[index][0]))
+    for index in order:
+        elements, ranks = rectangles[index]
+        senders[index] = min(ranks, key=lambda rank: (sent[rank], rank))
+        sent[senders[index]] += elements
+    return senders
+
+
 def chunk(whole: slice, ranks: int, rank: int) -> slice:
     """The rank's part of ``whole`` when it is cut as ``torch.chunk`` cuts it: the last ranks may get less, or nothing."""
     size = math.ceil((whole.stop - whole.start) / ranks)
     first = min(whole.start + rank * size, whole.stop)
     return slice(first, min(first + size, whole.stop))
+
+
+def covers_once(whole: Sequence[int], boxes: Sequence[tuple[Sequence[int], Sequence[int]]]) -> bool:
+    """Whether every element of a tensor of the sizes ``whole`` is in exactly one of ``boxes``, each (offsets, sizes).
+
+    Raises:
+        ValueError: the boxes split more than ``MOST_SPLIT_DIMENSIONS`` dimensions.
+    """
+    if 0 in whole:
+        return all(0 in sizes for _, sizes in boxes)
+    filled = [box for box in boxes if 0 not in box[1]]
+    split = [
+        dimension
+        for dimension, size in enumerate(whole)
+        if any(offsets[dimension] != 0 or sizes[dimension] != size for offsets, sizes in filled)
+    ]
+    if len(split) > MOST_SPLIT_DIMENSIONS:
+        raise ValueError(f"it is split along {len(split)} dimensions; {MOST_SPLIT_DIMENSIONS} at most are read")
+    # Takes time in proportion to the number of boxes: how often each element is covered is a function whose differences
+    # along all dimensions are zero but at the corners of boxes, where they are 1 or -1. These add up to the corners of
+    # ``whole`` alone if, and only if, the function is 1 everywhere in ``whole`` and 0 outside.
+    corners: Counter[tuple[int, ...]] = Counter()
+    for (offsets, sizes), sign in [*((box, 1) for box in filled), (([0] * len(whole), whole), -1)]:
+        for upper in itertools.product((0, 1), repeat=len(split)):
+            corner = tuple(offsets[i] + side * sizes[i] for i, side in zip(split, upper, strict=True))
+            corners[corner] += -sign if sum(upper) % 2 else sign
+    return not any(corners.values())
 
 
 def layout_of(tensor: Tensor) -> ShardLayout:

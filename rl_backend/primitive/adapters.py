@@ -217,8 +217,11 @@ class Work:
         """Adds to ``y``, (T, outputs), the layer's frozen product without a bias, what the adapters make of ``x``."""
         own, x, first = y[self._rows], x[self._rows], self._first
         kept = dropped(x, self._draw, first)
-        self._low = self._narrow(kept)
-        change = torch.bmm(self._low, self._wide_b(x.dtype).mT).flatten(0, 1)[:, : first.b.shape[0]]
+        # For the gradients as well.
+        self._a, self._b = self._stack("a", x.dtype), _with_enough_columns(self._stack("b", x.dtype).mT).mT
+        self._scales = self._scale()
+        self._low = torch.bmm(self._by_adapter(kept), self._a.mT).mul_(self._scales)
+        change = torch.bmm(self._low, self._b.mT).flatten(0, 1)[:, : first.b.shape[0]]
         if first.magnitude is not None and self._norm is not None:
             # ``x`` is dropped out in what is added to ``W x``, as peft does it.
             base = self._of_module(own) if kept is x else padded_product(kept, self._of_module(weight.t()))
@@ -236,24 +239,19 @@ class Work:
         """
         first, grad = self._first, self._of_module(grad[self._rows])
         kept = dropped(x[self._rows], self._draw, first)
-        b = self._wide_b(grad.dtype)
         through_base: Tensor | None = None
         if first.magnitude is not None and self._norm is not None and first.grad_magnitude is not None:
             columns = self._of_module(weight.t())
-            whole = padded_product(kept, columns) + (self._low[0] @ b[0].t())[:, : grad.shape[1]]
+            whole = padded_product(kept, columns) + (self._low[0] @ self._b[0].t())[:, : grad.shape[1]]
             first.grad_magnitude.add_((grad * whole).sum(0).to(self._norm.dtype) / self._norm)
             gain = (first.magnitude / self._norm).to(x.dtype)
             through_base, grad = (grad * (gain - 1)) @ columns.t(), grad * gain
         outputs = self._by_adapter(_with_enough_columns(grad))
         add_products([each.grad_b for each in self._factors], outputs.mT, self._low)
-        grad_low = torch.bmm(outputs, b).mul_(self._scale(b))
+        grad_low = torch.bmm(outputs, self._b).mul_(self._scales)
         add_products([each.grad_a for each in self._factors], grad_low.mT, self._by_adapter(kept))
-        grad_kept = torch.bmm(grad_low, self._stack("a", grad.dtype)).flatten(0, 1)
+        grad_kept = torch.bmm(grad_low, self._a).flatten(0, 1)
         grad_x[self._rows] += dropped(grad_kept if through_base is None else grad_kept.add_(through_base), self._draw, first)
-
-    def _narrow(self, kept: Tensor) -> Tensor:
-        a = self._stack("a", kept.dtype)
-        return torch.bmm(self._by_adapter(kept), a.mT).mul_(self._scale(a))
 
     def _by_adapter(self, x: Tensor) -> Tensor:
         """(adapters * rows, features) -> (adapters, rows, features)"""
@@ -263,14 +261,11 @@ class Work:
         held = [getattr(each, name) for each in self._factors]
         return (held[0][None] if len(held) == 1 else torch.stack(held)).to(dtype)
 
-    def _wide_b(self, dtype: torch.dtype) -> Tensor:
-        return _with_enough_columns(self._stack("b", dtype).mT).mT
-
-    def _scale(self, like: Tensor) -> Tensor | float:
+    def _scale(self) -> Tensor | float:
         scales = [each.scale for each in self._factors]
         if len(set(scales)) == 1:
             return scales[0]
-        return torch.tensor(scales, dtype=like.dtype, device=like.device)[:, None, None]
+        return torch.tensor(scales, dtype=self._a.dtype, device=self._a.device)[:, None, None]
 
     def _of_module(self, y: Tensor) -> Tensor:
         return y if self._columns is None else self._columns.of(y).flatten(1)

@@ -74,6 +74,10 @@ class Engine[H: GuardedHandle](ABC):
         weights = self.stream(self.gather_weights(handle, dtype, None, None))
         return (dealt_out(name, tensor) for name, tensor in weights)
 
+    def shard_infos(self, handle: H, dtype: torch.dtype | None) -> tuple[contracts.TensorPart, ...]:
+        """What :meth:`shards` gives on all ranks; empty where it gathers."""
+        return ()
+
     @abstractmethod
     def gather_gradients(self, handle: H, names: Collection[str] | None) -> WeightStream:
         """As :meth:`gather_weights` for the gradients, in float32."""

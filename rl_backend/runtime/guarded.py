@@ -29,6 +29,7 @@ from rl_backend.contracts import (
     PackedBatch,
     RuntimeConfig,
     TensorInfo,
+    TensorPart,
     UnsupportedError,
     WeightCheckError,
     WeightShard,
@@ -134,9 +135,7 @@ class GuardedRuntime[H: GuardedHandle](Runtime[AnyHandle]):
 
     @guarded
     def zero_grad(self, handle: AnyHandle | Sequence[AnyHandle]) -> None:
-        for each in several(handle):
-            each.drop_gradients()
-            each.broken = ""
+        _drop_gradients(handle)
 
     def forward_backward(
         self,
@@ -169,12 +168,16 @@ class GuardedRuntime[H: GuardedHandle](Runtime[AnyHandle]):
             return self._engine_of(handle).run_passes(handle, PassRequest(data, loss_fn, forward_only, router_replay))
 
     @guarded
-    def optimizer_step(self, handle: Any, *, adam: Any = None) -> Any:
+    def optimizer_step(self, handle: Any, *, adam: Any = None, zero_grad: bool = False) -> Any:
+        result: Any
         if isinstance(handle, Sequence):
-            return self._tenants.step(handle, adam)
-        handle.require_gradients("optimizer_step")
-        result = handle.step(adam)
-        handle.weight_version += result.ok
+            result = self._tenants.step(handle, adam)
+        else:
+            handle.require_gradients("optimizer_step")
+            result = handle.step(adam)
+            handle.weight_version += result.ok
+        if zero_grad:
+            _drop_gradients(handle)
         return result
 
     @guarded
@@ -235,6 +238,10 @@ class GuardedRuntime[H: GuardedHandle](Runtime[AnyHandle]):
     @guarded
     def export_shards(self, handle: AnyHandle, *, dtype: torch.dtype | None = None) -> Iterator[WeightShard]:
         return self.engine.shards(cast(H, handle), dtype)
+
+    @guarded
+    def shard_infos(self, handle: AnyHandle, *, dtype: torch.dtype | None = None) -> tuple[TensorPart, ...]:
+        return () if isinstance(handle, TenantHandle) else self.engine.shard_infos(cast(H, handle), dtype)
 
     @guarded
     def export_gradients(self, handle: AnyHandle, *, names: Collection[str] | None = None) -> Iterator[tuple[str, Tensor]]:
@@ -455,6 +462,12 @@ class GuardedRuntime[H: GuardedHandle](Runtime[AnyHandle]):
 
 def several[T](given: T | Sequence[T]) -> Sequence[T]:
     return given if isinstance(given, Sequence) else [given]
+
+
+def _drop_gradients(given: AnyHandle | Sequence[AnyHandle]) -> None:
+    for each in several(given):
+        each.drop_gradients()
+        each.broken = ""
 
 
 def _is_mixed(handle: object, data: Sequence[PackedBatch], losses: Losses | None) -> bool:

@@ -155,13 +155,15 @@ class Runtime[H](ABC):
 
     @overload
     def optimizer_step(  # type: ignore[overload-overlap]
-        self, handle: Sequence[H], *, adam: Sequence[contracts.AdamParams | None] | None = None
+        self, handle: Sequence[H], *, adam: Sequence[contracts.AdamParams | None] | None = None, zero_grad: bool = False
     ) -> list[contracts.TenantStep]: ...
     @overload
-    def optimizer_step(self, handle: H, *, adam: contracts.AdamParams | None = None) -> contracts.StepResult: ...
+    def optimizer_step(
+        self, handle: H, *, adam: contracts.AdamParams | None = None, zero_grad: bool = False
+    ) -> contracts.StepResult: ...
     @Atom(Needs(("model", "optimizer", "grad"), trained=True))
     @abstractmethod
-    def optimizer_step(self, handle: Any, *, adam: Any = None) -> Any:
+    def optimizer_step(self, handle: Any, *, adam: Any = None, zero_grad: bool = False) -> Any:
         """Clips and steps, or, when any rank's gradient is not finite, changes nothing and returns ``ok=False``.
 
         Of several LoRA tenants a list of :class:`~rl_backend.contracts.TenantStep`, in their order; each is skipped by
@@ -169,6 +171,7 @@ class Runtime[H](ABC):
 
         Args:
             adam: values of this step alone, of several tenants those of each; None takes the optimizer's.
+            zero_grad: drops the gradients then, also those of a step that was skipped.
 
         Raises:
             HandleError: of a single handle, no gradients, or those of a pass that failed.
@@ -229,6 +232,15 @@ class Runtime[H](ABC):
         Args:
             dtype: as for :meth:`export_weights`.
         """
+
+    @Atom(join=None)
+    def shard_infos(self, handle: H, *, dtype: torch.dtype | None = None) -> tuple[contracts.TensorPart, ...]:
+        """The rectangles that ``export_shards`` yields on all ranks, each weight once, in the order of ``weight_infos``. The
+        same on every rank. Not a collective.
+
+        Empty where ranks hold no rectangles of the weights themselves: in ``bridge``, and of a LoRA tenant.
+        """
+        return ()
 
     @Atom(Needs(("grad",), trained=True, whole_gradients=True), join=None)
     @_optional

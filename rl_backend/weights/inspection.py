@@ -30,16 +30,31 @@ def block_threads(threads: int) -> AbstractContextManager[Executor | None]:
     return ThreadPoolExecutor(threads) if threads > 1 else nullcontext()
 
 
-def tensor_digest(tensor: Tensor, pool: Executor | None = None) -> str:
-    """Digest of a contiguous CPU tensor's bytes, as 16 hexadecimal digits: the xxh3-64 of those of its blocks."""
+def tensor_digest(tensor: Tensor, pool: Executor | None = None, *, by_rows: bool = False) -> str:
+    """Digest of a CPU tensor's bytes, as 16 hexadecimal digits: the xxh3-64 of those of its blocks.
+
+    The tensor is contiguous; or ``by_rows``, which has another digest, it is taken in runs of rows.
+    """
+    if by_rows:
+        return join_digests(map(bytes.fromhex, each_run_of_rows(lambda run: tensor_digest(run.contiguous()), pool, tensor)))
     flat = tensor.reshape(-1)
     start = flat.data_ptr()
     return join_digests(each_block(flat.nbytes, lambda block: block_digest(start, block), pool))
 
 
-def copy_with_digest(place: Tensor, tensor: Tensor, pool: Executor | None = None) -> str:
-    """Copies a tensor to a contiguous CPU tensor of its shape and dtype. Returns the digest of what was written."""
+def copy_with_digest(place: Tensor, tensor: Tensor, pool: Executor | None = None, *, by_rows: bool = False) -> str:
+    """Copies a tensor to a CPU tensor of its shape and dtype, contiguous or ``by_rows``. Returns the digest of what was
+    written.
+    """
     source = tensor.detach()
+    if by_rows:
+
+        def copy_rows(to: Tensor, run: Tensor) -> str:
+            in_cache = run.to("cpu").contiguous()
+            to.copy_(in_cache)
+            return tensor_digest(in_cache)
+
+        return join_digests(map(bytes.fromhex, each_run_of_rows(copy_rows, pool, place, source)))
     if source.device.type != "cpu" or not source.is_contiguous() or source.is_neg() or source.is_conj():
         place.copy_(source, non_blocking=False)
         return tensor_digest(place, pool)
@@ -111,6 +126,13 @@ def each_block[T](nbytes: int, work: Callable[[range], T], pool: Executor | None
     return [result for results in pool.map(lambda run: [work(block) for block in run], runs) for result in results]
 
 
+def each_run_of_rows[T](work: Callable[..., T], pool: Executor | None, *tensors: Tensor) -> list[T]:
+    """``work`` of the same rows of each of ``tensors``, which have one shape; about a block's bytes of each at one time."""
+    rows = max(BLOCK_BYTES // max(tensors[0][:1].nbytes, 1), 1)
+    runs = [tensor.split(rows) for tensor in tensors]
+    return list(map(work, *runs) if pool is None else pool.map(work, *runs))
+
+
 class Inspection(NamedTuple):
     """What one pass over a tensor finds: its digest, and whether all its values are finite."""
 
@@ -118,8 +140,11 @@ class Inspection(NamedTuple):
     finite: bool
 
 
-def inspect_tensor(tensor: Tensor, pool: Executor | None = None) -> Inspection:
-    """Reads a contiguous CPU tensor."""
+def inspect_tensor(tensor: Tensor, pool: Executor | None = None, *, by_rows: bool = False) -> Inspection:
+    """Reads a CPU tensor, contiguous or ``by_rows``, as :func:`tensor_digest` does."""
+    if by_rows:
+        runs = each_run_of_rows(lambda run: inspect_tensor(run.contiguous()), pool, tensor)
+        return Inspection(join_digests(bytes.fromhex(run.digest) for run in runs), all(run.finite for run in runs))
     flat = tensor.reshape(-1)
     if flat.dtype not in _INFINITY:
         return Inspection(tensor_digest(flat, pool), not has_non_finite(flat))

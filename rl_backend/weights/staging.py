@@ -3,20 +3,30 @@
 from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
+from functools import lru_cache
 from itertools import pairwise
 
 import torch
 from torch import Tensor
 
-from rl_backend.contracts import TensorInfo, WeightCheckError, WeightManifest, dtype_from_name, name_of_dtype
+from rl_backend.contracts import (
+    TensorInfo,
+    TensorPart,
+    WeightCheckError,
+    WeightManifest,
+    dtype_from_name,
+    name_of_dtype,
+)
 from rl_backend.contracts.errors import listed
+from rl_backend.parallel.shards import covers_once
 from rl_backend.weights.inspection import Inspection, block_threads, copy_with_digest, inspect_tensor
 
 
-def as_announced(infos: Sequence[TensorInfo], weights: Iterable[tuple[str, Tensor]]) -> Generator[tuple[TensorInfo, Tensor]]:
+def as_announced[I: TensorInfo](infos: Sequence[I], weights: Iterable[tuple[str, Tensor]]) -> Generator[tuple[I, Tensor]]:
     """Each of ``infos`` with its tensor, before anything is done with the tensor.
 
     ``weights``, in general a collective's generator, are closed with this one or when they differ, which tells other ranks.
+    The name of a rectangle is its text (:class:`~rl_backend.contracts.TensorPart`).
 
     Raises:
         WeightCheckError: ``weights`` differ from ``infos`` in a name, shape, dtype or number.
@@ -28,12 +38,12 @@ def as_announced(infos: Sequence[TensorInfo], weights: Iterable[tuple[str, Tenso
         for place, info in enumerate([*infos, None]):
             name, tensor = next(iterator, (None, None))
             found = None if tensor is None else (name, tuple(tensor.shape), name_of_dtype(tensor.dtype))
-            announced = None if info is None else (info.name, info.shape, info.dtype)
+            announced = None if info is None else (str(info), info.shape, info.dtype)
             if found != announced:
                 raise WeightCheckError(
                     f"the export yielded {found or 'no more tensors'} after {place} of {len(infos)}, but announced "
-                    f"{announced or 'no more'}; nothing of it was sent: the runtime's weight_infos and export_weights must "
-                    "agree in names and order",
+                    f"{announced or 'no more'}; nothing of it was sent: the runtime's weight_infos and export_weights, or "
+                    "shard_infos and export_shards, must agree in names and order",
                     name=name,
                 )
             if info is not None and tensor is not None:
@@ -124,38 +134,65 @@ def plan_layout(tensors: Iterable[TensorInfo]) -> tuple[tuple[TensorInfo, ...], 
 
 
 def read_tensor(buffer: Tensor, info: TensorInfo) -> Tensor:
-    """A view, without a copy, of one tensor in a (N,) uint8 buffer."""
-    part = buffer[info.offset : info.offset + info.nbytes]
-    return part.view(dtype_from_name(info.dtype)).view(info.shape)
+    """A view, without a copy, of one tensor, or a rectangle of it, in a (N,) uint8 buffer."""
+    whole = buffer[info.offset : info.offset + info.extent].view(dtype_from_name(info.dtype))
+    return whole.view(info.whole)[info.region] if isinstance(info, TensorPart) else whole.view(info.shape)
 
 
-def write_tensors(
+def write_tensors[I: TensorInfo](
     buffer: Tensor,
-    layout: Sequence[TensorInfo],
+    layout: Sequence[I],
     weights: Iterable[tuple[str, Tensor]],
     *,
-    version: int,
     threads: int = 1,
-    staged: Callable[[TensorInfo], None] | None = None,
-) -> WeightManifest:
-    """Copies ``weights`` to their places in a (N,) uint8 CPU buffer and digests what was written.
+    staged: Callable[[I], None] | None = None,
+) -> tuple[I, ...]:
+    """Copies ``weights`` to their places in a (N,) uint8 CPU buffer; ``layout`` with the digests of what was written.
 
     Args:
-        layout: tensors with offsets, in the order in which ``weights`` yields them.
-        weights: (name, full tensor) on any device; a tensor may be reused once the next one is taken.
+        layout: tensors or rectangles with offsets, in the order in which ``weights`` yields them.
+        weights: (name, tensor) as :func:`as_announced` takes them, on any device; a tensor may be reused once the next one
+            is taken.
         threads: that copy and digest.
         staged: told of each tensor, with its digest, once it is in its place for good.
 
     Raises:
         WeightCheckError: ``weights`` differ from the layout in a name, shape, dtype or number.
     """
-    written: list[TensorInfo] = []
+    written: list[I] = []
     with closing(as_announced(layout, weights)) as announced, block_threads(threads) as pool:
         for info, tensor in announced:
-            written.append(info.replace(digest=copy_with_digest(read_tensor(buffer, info), tensor, pool)))
+            digest = copy_with_digest(read_tensor(buffer, info), tensor, pool, by_rows=info.by_rows)
+            written.append(info.replace(digest=digest))
             if staged is not None:
                 staged(written[-1])
-    return WeightManifest(version=version, tensors=tuple(written))
+    return tuple(written)
+
+
+def require_covered(tensors: Sequence[TensorInfo], parts: Iterable[TensorPart]) -> None:
+    """Proves that rectangles are ``tensors``, every element once; raises :class:`WeightCheckError` naming a tensor that is
+    not.
+    """
+    found: dict[str, list[TensorPart]] = {info.name: [] for info in tensors}
+    for part in parts:
+        found.setdefault(part.name, []).append(part)
+    for info in tensors:
+        of_tensor = found.pop(info.name)
+        place = (info.shape, info.dtype, info.offset)
+        boxes = tuple((part.start, part.shape) for part in of_tensor)
+        if not (all((part.whole, part.dtype, part.offset) == place for part in of_tensor) and _covers(info.shape, boxes)):
+            sent = listed([f"{part} of rank {part.rank}" for part in of_tensor], _SHOWN) or "none"
+            raise WeightCheckError(
+                f"{info.name}: the rectangles that are sent must be {info.dtype} {info.shape}, every element once, and are "
+                f"{sent}; nothing was loaded: the runtime's shard_infos and weight_infos differ",
+                name=info.name,
+            )
+    if found:
+        raise WeightCheckError(f"rectangles of tensors that are not pushed: {listed(sorted(found), _SHOWN)}")
+
+
+# Layers are alike.
+_covers = lru_cache(4096)(covers_once)
 
 
 def check_staged(
@@ -169,17 +206,21 @@ def check_staged(
     """Proves that a (N,) uint8 CPU buffer holds the manifest's tensors, unchanged and finite.
 
     Args:
-        intact: tensors that :func:`find_intact` has found in this buffer since it was written. Those that agree with the
+        intact: pieces that :func:`find_intact` has found in this buffer since it was written. Those that agree with the
             manifest in place and digest are not read again.
 
     Raises:
-        WeightCheckError: tensors that lie outside the buffer, overlap, have another digest, or hold NaN or infinity.
+        WeightCheckError: tensors that lie outside the buffer, overlap, have another digest, or hold NaN or infinity; or
+            rectangles that are not the tensors, every element once.
     """
     _check_places(buffer, manifest.tensors)
+    if manifest.parts:
+        # What no rectangle covers is what the buffer held before, and has no digest.
+        require_covered(manifest.tensors, manifest.parts)
     found = intact or {}
-    left = [info for info in manifest.tensors if found.get(info.name) != info]
+    left = [info for info in manifest.pieces if found.get(str(info)) != info]
     inspections = _inspect(buffer, left, threads)
-    changed = [info.name for info, one in inspections if one.digest != info.digest]
+    changed = [str(info) for info, one in inspections if one.digest != info.digest]
     if changed:
         raise WeightCheckError(
             f"{engine}: staged bytes differ from the manifest's digests, nothing was loaded: {', '.join(changed[:8])}; "
@@ -187,7 +228,7 @@ def check_staged(
             engine=engine,
             names=changed,
         )
-    damaged = [info.name for info, one in inspections if not one.finite]
+    damaged = [str(info) for info, one in inspections if not one.finite]
     if damaged:
         raise WeightCheckError(
             f"{engine}: weights hold NaN or infinity and were not loaded: {listed(damaged, 8)}; the trainer's model is "
@@ -198,31 +239,32 @@ def check_staged(
 
 
 def find_intact(buffer: Tensor, tensors: Sequence[TensorInfo], *, threads: int = 1) -> dict[str, TensorInfo]:
-    """Those of a push's tensors, by name, that a (N,) uint8 CPU buffer holds with the right digest and finite values.
+    """Those of a push's pieces, by their text, that a (N,) uint8 CPU buffer holds with the right digest and finite values.
 
     Called while further tensors are still being staged. Raises :class:`WeightCheckError` for tensors that lie outside the
     buffer or overlap; :func:`check_staged` says what is wrong with the rest.
     """
     _check_places(buffer, tensors)
     inspections = _inspect(buffer, tensors, threads)
-    return {info.name: info for info, one in inspections if one.finite and one.digest == info.digest}
+    return {str(info): info for info, one in inspections if one.finite and one.digest == info.digest}
 
 
 def _inspect(buffer: Tensor, tensors: Sequence[TensorInfo], threads: int) -> list[tuple[TensorInfo, Inspection]]:
     with torch.no_grad(), block_threads(threads) as pool:
-        return [(info, inspect_tensor(read_tensor(buffer, info), pool)) for info in tensors]
+        return [(info, inspect_tensor(read_tensor(buffer, info), pool, by_rows=info.by_rows)) for info in tensors]
 
 
 def _check_places(buffer: Tensor, tensors: Sequence[TensorInfo]) -> None:
     for info in tensors:
         size = info.num_elements * dtype_from_name(info.dtype).itemsize
         # Kernels read 16 bytes at a time.
-        if info.nbytes != size or info.offset % 16 or info.offset + info.nbytes > buffer.numel():
+        if info.nbytes != size or info.offset % 16 or info.offset + info.extent > buffer.numel():
             raise WeightCheckError(
                 f"{info.name}: {info.nbytes} bytes at offset {info.offset} are not {info.shape} of {info.dtype}, or do not "
                 f"lie in a staging buffer of {buffer.numel()} bytes at a multiple of 16",
                 name=info.name,
             )
-    ranges = sorted((info.offset, info.nbytes) for info in tensors if info.nbytes)
-    if any(first + size > second for (first, size), (second, _) in pairwise(ranges)):
+    # Rectangles of one tensor lie in one place.
+    ranges = sorted({(info.offset, info.extent, info.name) for info in tensors if info.nbytes})
+    if any(first + size > second for (first, size, _), (second, *_) in pairwise(ranges)):
         raise WeightCheckError("tensors of the manifest overlap in the staging buffer")

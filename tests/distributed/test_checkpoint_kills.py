@@ -12,6 +12,7 @@ import pytest
 from tests.support.clusters import ROOT
 
 
+@pytest.mark.long
 @pytest.mark.shows(
     "resume: two ranks killed in the middle of a save leave the checkpoint before; the partial one is refused"
 )

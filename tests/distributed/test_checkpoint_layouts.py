@@ -148,8 +148,8 @@ def exchange_job(model: str, folder: str, head: Head) -> None:
 @pytest.mark.parametrize(
     ("family", "head", "settings"),
     [
-        ("qwen2", "log_probs", {"head_dim": None}),
-        ("llama", "log_probs", {"attention_bias": False, "tie_word_embeddings": False}),
+        pytest.param("qwen2", "log_probs", {"head_dim": None}, marks=pytest.mark.long),
+        pytest.param("llama", "log_probs", {"attention_bias": False, "tie_word_embeddings": False}, marks=pytest.mark.long),
         ("qwen3", "log_probs", {"vocab_size": 129}),
         ("qwen3", "values", {}),
     ],

@@ -41,7 +41,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     "settings",
     [
-        {"activation_checkpointing": "full"},
+        pytest.param({"activation_checkpointing": "full"}, marks=pytest.mark.long),
         pytest.param({"parallel": {"pp": 2}}, marks=pytest.mark.long),
         {"parallel": {"tp": 2}},
         {"parallel": {"cp": 2, "ep": 2}},

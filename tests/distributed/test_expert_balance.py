@@ -23,7 +23,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, int], dict[str, Any]]] = {
     "pp2 dp2": (4, {"pp": 2}, {}),
     "dp4 etp2": (4, {"etp": 2}, {}),
 }
-QUICK = ("dp2 ep2", "tp2 cp2 recomputed", "pp2 zbv")
+QUICK = ("dp2 ep2", "pp2 zbv")
 
 
 class Balanced(NamedTuple):

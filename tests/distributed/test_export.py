@@ -11,8 +11,20 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import Tensor
 
-from rl_backend.contracts import CheckpointError, ConfigError, ExportInterruptedError
+from rl_backend.contracts import (
+    CheckpointError,
+    ConfigError,
+    ExportInterruptedError,
+    NativeConfig,
+    ParallelConfig,
+    RuntimeConfig,
+    TensorPart,
+)
+from rl_backend.lab.plan.make import make_plan
+from rl_backend.lab.plan.memory import Workload
+from rl_backend.weights.staging import require_covered
 from tests.support.models import write_tiny_qwen3
+from tests.support.moe import write_moe
 from tests.support.native import assert_equal_tensors, open_runtime, train, weights
 from tests.support.rank_pool import RankPool
 
@@ -50,6 +62,63 @@ def test_every_rank_exports_what_the_directory_holds_in_one_order(
     for names, exported, _ in results:
         assert names == results[0][0]
         assert_equal_tensors(exported, stored_weights(untied_model))
+
+
+def rectangles_job(
+    model: str, layout: dict[str, int], dtype: torch.dtype | None
+) -> tuple[tuple[TensorPart, ...], dict[str, Tensor], dict[str, Tensor]]:
+    with open_runtime(model, parallel=layout) as runtime:
+        handle = runtime.build_model()
+        train(runtime, handle, 1)
+        planned = runtime.shard_infos(handle, dtype=dtype)
+        require_covered(runtime.weight_infos(handle, dtype=dtype), planned)
+        shards = runtime.export_shards(handle, dtype=dtype)
+        sent = {str(shard): shard.tensor.clone() for shard in shards if shard.tensor.numel()}
+        exported = {name: tensor.clone() for name, tensor in runtime.export_weights(handle, dtype=dtype)}
+    return planned, sent, exported
+
+
+@pytest.mark.shows("weights: ranks of any layout hold rectangles that are every weight once, and each sends an even share")
+@pytest.mark.parametrize(
+    ("family", "layout", "share"),
+    [
+        ("untied", {"tp": 2}, 0.27),
+        ("tied", {"tp": 2, "pp": 2}, 0.5),
+        ("untied", {"tp": 4}, 0.27),
+        ("odd", {}, 0.35),
+        ("mixture", {"ep": 2}, 0.27),
+        ("mixture", {"ep": 2, "tp": 2}, 0.27),
+    ],
+    ids=str,
+)
+def test_what_ranks_send_is_every_weight_once_in_even_shares(
+    ranks: RankPool, untied_model: Path, tied_model: Path, tmp_path: Path, family: str, layout: dict[str, int], share: float
+) -> None:
+    written = {
+        "odd": lambda: write_tiny_qwen3(tmp_path, vocab_size=129, hidden_size=66, intermediate_size=3),
+        "mixture": lambda: write_moe("qwen3_moe", tmp_path / "model"),
+        "untied": lambda: untied_model,
+        "tied": lambda: tied_model,
+    }
+    dtype = torch.bfloat16 if family == "mixture" else None
+    path = str(written[family]())
+    results = ranks.run(rectangles_job, path, layout, dtype, world_size=4)
+    planned, _, exported = results[0]
+    assert all(each == planned for each, *_ in results)
+    found = {name: torch.full_like(tensor, torch.nan) for name, tensor in exported.items()}
+    for rank, (_, sent, _) in enumerate(results):
+        mine = {str(part): part for part in planned if part.rank == rank}
+        assert sent.keys() == mine.keys()
+        for text, tensor in sent.items():
+            assert tensor.dtype == exported[mine[text].name].dtype
+            found[mine[text].name][mine[text].region] = tensor
+        assert sum(tensor.nbytes for tensor in sent.values()) <= share * sum(each.nbytes for each in exported.values())
+    assert_equal_tensors(found, exported)
+    config = RuntimeConfig(hf_path=path, backend_cfg=NativeConfig(parallel=ParallelConfig(**layout), param_dtype="float32"))
+    work = Workload(
+        sequence_length=64, micro_batch_tokens=64, num_micro_batches=2, sync_dtype="bfloat16" if dtype else "float32"
+    )
+    assert make_plan(config, 4, work).sync_sent == [sum(each.nbytes for each in sent.values()) for _, sent, _ in results]
 
 
 def test_a_tied_lm_head_is_not_exported(ranks: RankPool, tied_model: Path) -> None:

@@ -42,7 +42,7 @@ def on_one_rank(ranks: RankPool, model: str) -> dict[str, TenantRun]:
     ("backend", "layout"),
     sampled(
         cases(LAYOUTS, BRIDGE),
-        *(("native", "tp2"), ("native", "pp2 zbv"), ("bridge", "tp2")),
+        *(("native", "pp2 zbv"), ("bridge", "tp2")),
     ),
 )
 def test_actor_and_critic_train_in_one_pass_in_every_layout_as_on_one_rank(

@@ -28,8 +28,7 @@ def alone() -> dict[str, dict[str, Steps]]:
     ("layout", "model"),
     sampled(
         cases(),
-        *(("native one rank", "one head of keys"), ("native tp2", "dense"), ("native ep2", "mixture")),
-        *(("bridge tp2", "mixture"), ("bridge pp2 1f1b", "dense")),
+        *(("native one rank", "one head of keys"), ("native tp2", "dense"), ("bridge tp2", "mixture")),
     ),
 )
 def test_tenants_in_one_batch_train_as_peft_does_one_by_one(

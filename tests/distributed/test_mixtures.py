@@ -14,11 +14,11 @@ from tests.distributed.test_checkpoint_layouts import check
 from tests.distributed.test_native_layouts import Run, assert_same, run_layout
 from tests.distributed.test_native_pipelines import STAGES_PER_RANK
 from tests.support.checkpoint_layouts import Layout, load_in, native, save_in
+from tests.support.matrix import sampled
 from tests.support.moe import write_moe
 from tests.support.native import micro_batches, open_runtime, token_loss
 from tests.support.rank_pool import RankPool
 
-QUICK = ("tp2 cp2 ep2", "pp2 zbv ep2")
 LAYOUTS: Mapping[str, tuple[dict[str, int], dict[str, Any]]] = {
     "dp4": ({}, {}),
     "tp2 cp2 ep2": ({"tp": 2, "cp": 2, "ep": 2}, {"activation_checkpointing": "full"}),
@@ -69,9 +69,12 @@ def one_rank(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> OnOne
     "runtime: GLM-4.5, gpt-oss, MiniMax-M2 with dp, tp, cp, ep, etp and pp trains as on one rank: losses, gradients to 1e-5"
 )
 @pytest.mark.parametrize(
-    "layout", [name if name in QUICK else pytest.param(name, marks=pytest.mark.long) for name in LAYOUTS]
+    ("model", "layout"),
+    sampled(
+        [(model, layout) for model in MODELS for layout in LAYOUTS],
+        *(("glm4_moe", "tp2 cp2 ep2"), ("gpt_oss", "pp2 zbv ep2"), ("minimax_m2", "tp2 cp2 ep2")),
+    ),
 )
-@pytest.mark.parametrize("model", MODELS)
 def test_every_layout_trains_as_one_rank(one_rank: OnOneRank, model: str, layout: str) -> None:
     one_rank.check(model, 4, *LAYOUTS[layout])
 
@@ -86,9 +89,9 @@ def test_every_schedule_trains_as_one_rank(one_rank: OnOneRank, model: str, sche
 @pytest.mark.parametrize(
     ("model", "saver", "loader"),
     [
-        ("minimax_m2", native(4, tp=2, ep=2), native(2, pp=2)),
+        pytest.param("minimax_m2", native(4, tp=2, ep=2), native(2, pp=2), marks=pytest.mark.long),
         ("gpt_oss", native(4, ep=2, etp=2), native(2, tp=2)),
-        ("glm4_moe", native(2, pp=2), native(4, tp=2, cp=2, ep=2)),
+        pytest.param("glm4_moe", native(2, pp=2), native(4, tp=2, cp=2, ep=2), marks=pytest.mark.long),
     ],
     ids=str,
 )

@@ -49,6 +49,7 @@ def test_layouts_train_as_one_rank(
     assert_same(whole(ranks.run(job, str(model), layout, "joint", world_size=world)), on_one_rank)
 
 
+@pytest.mark.long
 def test_detached_it_is_the_same_in_a_layout(ranks: RankPool, model: Path) -> None:
     expected = whole(ranks.run(job, str(model), {}, "detached", world_size=1))
     assert_same(whole(ranks.run(job, str(model), {"tp": 2, "cp": 2}, "detached", world_size=4)), expected)

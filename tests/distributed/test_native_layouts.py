@@ -13,6 +13,7 @@ from torch import Tensor
 
 from tests.support.hybrid import write_hybrid
 from tests.support.layouts import layouts
+from tests.support.matrix import sampled
 from tests.support.models import write_tiny
 from tests.support.moe import write_moe
 from tests.support.native import (
@@ -179,7 +180,9 @@ FAMILIES = {
 }
 
 
-@pytest.mark.parametrize("case", FAMILIES)
+@pytest.mark.parametrize(
+    "case", sampled(FAMILIES, "llama with all biases, a vocabulary that tp does not divide", "layers of two kinds")
+)
 def test_families_train_in_every_layout_as_on_one_rank(ranks: RankPool, tmp_path: Path, case: str) -> None:
     write, found = FAMILIES[case]
     model = write(tmp_path / "model")
@@ -190,11 +193,14 @@ def test_families_train_in_every_layout_as_on_one_rank(ranks: RankPool, tmp_path
 
 @pytest.mark.parametrize(
     ("layout", "settings"),
-    [
+    sampled(
+        [
+            ({"tp": 2, "ep": 2}, {"activation_checkpointing": "full"}),
+            ({"cp": 2, "ep": 4}, {"activation_checkpointing": "full", "reshard_after_forward": False}),
+            ({"tp": 2, "etp": 2}, {"log_prob_chunk_tokens": 5}),
+        ],
         ({"tp": 2, "ep": 2}, {"activation_checkpointing": "full"}),
-        ({"cp": 2, "ep": 4}, {"activation_checkpointing": "full", "reshard_after_forward": False}),
-        ({"tp": 2, "etp": 2}, {"log_prob_chunk_tokens": 5}),
-    ],
+    ),
     ids=str,
 )
 def test_options_that_trade_memory_for_time_change_nothing(
@@ -220,7 +226,7 @@ def reopened_job(model: str) -> list[list[tuple[float, float]]]:
 
 
 def test_a_runtime_in_the_place_of_a_closed_one_trains_as_that_did(ranks: RankPool, dense: Path) -> None:
-    for first, second in ranks.run(reopened_job, str(dense), world_size=4):
+    for first, second in ranks.run(reopened_job, str(dense)):
         assert first == second
 
 

@@ -14,6 +14,7 @@ from rl_backend.pipeline.catalog import make_schedule
 from rl_backend.pipeline.executor import PipelineExecutor
 from rl_backend.runtime.native import forward_backward
 from tests.distributed.test_native_layouts import SPLIT, Run, assert_same, run_layout
+from tests.support.matrix import sampled
 from tests.support.models import write_tiny
 from tests.support.moe import write_moe
 from tests.support.native import (
@@ -59,7 +60,7 @@ def mixture_on_one_rank(mixture: Path, ranks: RankPool) -> Run:
 @pytest.mark.shows(
     "runtime: all six pipeline schedules on 2 and 4 native ranks match one rank's losses and gradients to 1e-5"
 )
-@pytest.mark.parametrize(("schedule", "pp"), SCHEDULES)
+@pytest.mark.parametrize(("schedule", "pp"), sampled(SCHEDULES, *(case for case in SCHEDULES if case[1] == 2)))
 def test_every_schedule_trains_as_one_rank(
     ranks: RankPool, dense: Path, dense_on_one_rank: Run, schedule: str, pp: int
 ) -> None:
@@ -68,7 +69,7 @@ def test_every_schedule_trains_as_one_rank(
 
 
 @pytest.mark.shows("runtime: pipelines with dp, tp, cp and ep inside a stage match one rank's losses and gradients to 1e-5")
-@pytest.mark.parametrize("inside", [{}, {"tp": 2}, {"cp": 2}], ids=["dp2", "tp2", "cp2"])
+@pytest.mark.parametrize("inside", sampled([{}, {"tp": 2}, {"cp": 2}], {"tp": 2}), ids=["dp2", "tp2", "cp2"])
 def test_stages_are_laid_out_over_ranks_themselves(
     ranks: RankPool, dense: Path, dense_on_one_rank: Run, inside: dict[str, int]
 ) -> None:

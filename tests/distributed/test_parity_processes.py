@@ -119,7 +119,7 @@ def run_faulty(model: Path, folder: Path, fault: Fault, *, dp: int = 2, timeout:
         pytest.param(
             "crash", "rank 1 of the candidate 'faulty' failed:\n(.*\n)*ZeroDivisionError: a bug", marks=pytest.mark.long
         ),
-        ("death", "rank 1 of the candidate 'faulty' died with status 9"),
+        pytest.param("death", "rank 1 of the candidate 'faulty' died with status 9", marks=pytest.mark.long),
     ],
     ids=["refusal", "crash", "death"],
 )

@@ -16,6 +16,7 @@ from rl_backend.contracts import ConfigError, WeightShard
 from tests.distributed.test_native_layouts import SPLIT, assert_same, run_layout
 from tests.distributed.test_native_pipelines import STAGES_PER_RANK
 from tests.support.layouts import layouts
+from tests.support.matrix import sampled
 from tests.support.native import (
     assert_near,
     deal,
@@ -147,7 +148,7 @@ IN_FLOAT32: dict[str, tuple[Callable[[Path], Path], list[dict[str, int]]]] = {
 
 
 @pytest.mark.shows("runtime: Qwen3.5 with dp, tp, cp, ep, etp, pp trains in float32 as one rank: losses, gradients to 1e-5")
-@pytest.mark.parametrize("name", IN_FLOAT32)
+@pytest.mark.parametrize("name", sampled(IN_FLOAT32, "mixture"))
 def test_float32_trains_as_on_one_rank(ranks: RankPool, tmp_path: Path, name: str) -> None:
     write, layouts = IN_FLOAT32[name]
     model = write(tmp_path / "model")

@@ -81,8 +81,8 @@ def regions_job(mesh_shape: tuple[int, ...], names: tuple[str, ...]) -> list[lis
         assert torch.equal(local_tensor(torch.zeros_like(parameter)), torch.zeros_like(held)), case
 
         copies = torch.zeros(shape)
-        for part_rank, part in layout.parts():
-            assert layout.counts(part_rank)
+        for part, (first, *others) in layout.copies().items():
+            assert layout.counts(first) and not any(layout.counts(other) for other in others)
             copies[part] += 1
         assert torch.equal(copies, torch.ones(shape)), case
         owned = float(owns(parameter)) * held.double().sum()
@@ -143,7 +143,7 @@ def test_a_sum_that_is_still_spread_over_ranks_has_no_layout(ranks: RankPool) ->
 
 def test_a_plain_tensor_is_this_ranks_alone() -> None:
     tensor: Any = torch.zeros(3, 2)
-    assert list(layout_of(tensor).parts()) == [(0, (slice(0, 3), slice(0, 2)))]
+    assert layout_of(tensor).copies() == {(slice(0, 3), slice(0, 2)): [0]}
     assert local_region(torch.zeros(())) == ()
     assert owns(tensor)
-    assert list(layout_of(torch.zeros(0, 2)).parts()) == []
+    assert layout_of(torch.zeros(0, 2)).copies() == {}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,6 +14,7 @@ from torch import Tensor
 from rl_backend.contracts import TokenSequence
 from rl_backend.data import pack, prefixes
 from tests.support.deepseek import write_latent
+from tests.support.matrix import sampled
 from tests.support.models import write_tiny
 from tests.support.moe import write_moe
 from tests.support.native import assert_near, full, gradients, open_in_float64, token_loss
@@ -50,11 +51,16 @@ LAYOUTS: Mapping[str, tuple[int, Mapping[str, int], Mapping[str, Any]]] = {
     "zbv": (2, {"pp": 2, "vpp": 2}, {"pipeline_schedule": "zbv"}),
 }
 """Ranks, sizes and other settings."""
+CELLS = [
+    (model, layout)
+    for model, (_, _, options) in MODELS.items()
+    for layout, (_, parallel, _) in LAYOUTS.items()
+    if options or "ep" not in parallel
+]
 QUICK = (
-    *(("full", layout) for layout in ("dp2", "tp2-recomputed", "zbv")),
-    *(("sinks", "zb-h1"), ("mixture", "ep2"), ("latent", "1f1b"), ("recurrent", "tp2-ep2")),
+    *(("full", "dp2"), ("full", "zbv"), ("sinks", "zb-h1"), ("mixture", "ep2")),
+    *(("latent", "1f1b"), ("recurrent", "tp2-ep2")),
 )
-"""``make test`` has time for these."""
 
 
 class Run(NamedTuple):
@@ -115,19 +121,11 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     return write
 
 
-def cells() -> Iterator[Any]:
-    for model, (_, _, options) in MODELS.items():
-        for layout, (_, parallel, _) in LAYOUTS.items():
-            if options or "ep" not in parallel:
-                marks = () if (model, layout) in QUICK else pytest.mark.long
-                yield pytest.param(model, layout, marks=marks, id=f"{model}-{layout}")
-
-
 @pytest.mark.shows(
     "runtime: with shared prefixes computed once, every mixer and kind of router trains as without: dp, tp, ep, pipelines, "
     "recomputed layers; to 1e-10 in float64"
 )
-@pytest.mark.parametrize(("model", "layout"), cells())
+@pytest.mark.parametrize(("model", "layout"), sampled(CELLS, *QUICK))
 def test_layouts_train_as_with_whole_sequences(
     ranks: RankPool, written: Callable[[str], Path], model: str, layout: str
 ) -> None:

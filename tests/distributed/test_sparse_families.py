@@ -61,6 +61,7 @@ def keys_job(model: str, layout: Mapping[str, int]) -> tuple[list[Tensor], dict[
 
 
 @pytest.mark.shows("sparse attention: recorded keys are attended to with tp, cp and pp as on one rank to 1e-5")
+@pytest.mark.long
 def test_recorded_keys_are_attended_to_in_layouts(ranks: RankPool, model: Path) -> None:
     log_probs, gradients = ranks.run(keys_job, str(model), {}, world_size=1)[0]
     for layout in ({"tp": 2}, {"cp": 2}, {"pp": 2}):

@@ -37,10 +37,7 @@ LAYOUTS: Mapping[str, list[tuple[dict[str, int], dict[str, Any]]]] = {
 )
 @pytest.mark.parametrize(
     "family",
-    [
-        family if family in ("gemma3_text", "olmo2", "phi") else pytest.param(family, marks=pytest.mark.long)
-        for family in LAYOUTS
-    ],
+    [family if family in ("gemma3_text", "phi") else pytest.param(family, marks=pytest.mark.long) for family in LAYOUTS],
 )
 def test_variants_train_in_every_layout_as_on_one_rank(ranks: RankPool, tmp_path: Path, family: str) -> None:
     # A vocabulary that tp does not divide, for the bias of Phi's head.
@@ -63,7 +60,7 @@ def test_variants_train_in_every_layout_as_on_one_rank(ranks: RankPool, tmp_path
     [
         pytest.param("olmo2", native(4, tp=4), native(2, pp=2), marks=pytest.mark.long),
         ("phi", native(2, pp=2), native(4, tp=2, cp=2)),
-        ("starcoder2", native(2, tp=2), native(1)),
+        pytest.param("starcoder2", native(2, tp=2), native(1), marks=pytest.mark.long),
     ],
     ids=str,
 )

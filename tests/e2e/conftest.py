@@ -26,14 +26,18 @@ from actors.train.group import TrainGroup
 from examples import grpo
 from examples.demo.__main__ import DemoConfig, demo_settings, reinforce, warm_start
 from examples.demo.task import write_task
+from rl_backend.cli.main import main
 from rl_backend.contracts import NativeConfig, OptimizerConfig, RuntimeConfig
 from tests.support.deltanet_engines import DeltaNetEngines
-from tests.support.engines import AdapterGroupOfFaults, GroupOfTurns
-from tests.support.models import write_tiny_qwen3
+from tests.support.engines import AdapterGroupOfFaults, GroupOfMixture, GroupOfTurns
+from tests.support.models import write_tiny, write_tiny_qwen3
+from tests.support.native import open_runtime, train
 from tests.support.rollout import ReferenceTrainer
 from tests.support.served_tenants import CONFIGS, ServedTenants
 
 LEARNED_STEPS = 12
+WARM_STEPS = 400
+"""Of the warm start where no long test runs: fewer than the demo has, and enough to learn from in ``LEARNED_STEPS``."""
 MAX_NUM_SEQS = 120
 """Of ``rollout_pair``."""
 CLUSTER_CPUS = 24
@@ -116,6 +120,41 @@ def random_engine(ray_cluster: None, four_layers: Path) -> Iterator[RolloutGroup
 
 
 @pytest.fixture(scope="session")
+def mixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of experts, with a dense layer between; its head is its embedding."""
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "norm_topk_prob": True}
+    return write_tiny("qwen3_moe", tmp_path_factory.mktemp("mixture"), num_hidden_layers=3, mlp_only_layers=[1], **experts)
+
+
+@pytest.fixture(scope="session")
+def exported_mixture(mixture: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """After two steps, by way of a training checkpoint and ``rl-backend export``."""
+    folder = tmp_path_factory.mktemp("exported")
+    with open_runtime(mixture) as runtime:
+        policy = runtime.build_model()
+        train(runtime, policy, 2)
+        runtime.save_checkpoint(policy, folder / "checkpoint")
+    assert main(["export", "--checkpoint", str(folder / "checkpoint"), "--out", str(folder / "model")]) == 0
+    return folder / "model"
+
+
+@pytest.fixture(scope="session")
+def mixture_engine(ray_cluster: None, exported_mixture: Path) -> Iterator[RolloutGroup]:
+    """An engine of ``exported_mixture``, with routes and adapters."""
+    config = RolloutConfig(
+        model_path=str(exported_mixture),
+        device="cpu",
+        dtype="float32",
+        max_model_len=256,
+        kv_cache_gib=0.25,
+        return_routed_experts=True,
+        max_adapters=2,
+    )
+    with GroupOfMixture(config) as group:
+        yield group
+
+
+@pytest.fixture(scope="session")
 def one_rank(ray_cluster: None, tied_model: Path) -> Iterator[TrainGroup]:
     """A native rank, for tests that build models of their own, also of a third party's family, and do not end it."""
     native = NativeConfig(device="cpu")
@@ -164,9 +203,10 @@ def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def warm_model(task: Path, ray_cluster: None) -> Path:
+def warm_model(request: pytest.FixtureRequest, task: Path, ray_cluster: None) -> Path:
     """The demo's model after its warm start."""
-    return warm_start(DemoConfig(), task, task.parent)
+    has_long = any(item.get_closest_marker("long") for item in request.session.items)
+    return warm_start(DemoConfig() if has_long else DemoConfig(warm_start_steps=WARM_STEPS), task, task.parent)
 
 
 @pytest.fixture(scope="session")

@@ -115,7 +115,7 @@ def test_a_run_goes_on_with_every_tenant_after_a_rank_is_killed(
                 found[name].append(group.lr_scheduler_step(tenant))
         return found
 
-    lost = TrainGroup(config, num_ranks=2)
+    lost = TrainGroup(config)
     base = lost.build_model(trainable=False, name="base")
     optimizer = OptimizerConfig(lr=1e-2, lr_warmup_steps=3, lr_decay_steps=20, lr_decay_style="linear")
     removed = lost.create_lora_adapter(base, CONFIGS["narrow"], name="removed")
@@ -133,13 +133,13 @@ def test_a_run_goes_on_with_every_tenant_after_a_rank_is_killed(
     store.commit(4, {"tenants": names})
     expected = train_on(lost, tenants, 10)
     factors = {name: lost.export_lora_adapter(tenant) for name, tenant in tenants.items()}
-    os.kill(lost.ranks[1].pid, signal.SIGKILL)
+    os.kill(lost.ranks[0].pid, signal.SIGKILL)
     with pytest.raises(GroupFailedError, match="died"):
         take_step(lost, tenants["wide"], 99)
 
     checkpoint = store.latest()
     assert checkpoint is not None and checkpoint.state == {"tenants": names}
-    with TrainGroup(config, num_ranks=2) as group:
+    with TrainGroup(config) as group:
         built = group.replay(lost.journal)
         assert [handle.name for handle in built.values()] == ["base", *names]
         again = {name: built[tenant.key] for name, tenant in tenants.items()}

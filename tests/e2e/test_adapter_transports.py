@@ -37,11 +37,17 @@ def test_an_adapter_goes_through_a_directory(served: ServedTenants, tmp_path: Pa
         name.removeprefix("base_model.model.").rpartition(".lora_")[0]
         for name in served.train.export_lora_adapter(served.tenants["wide"])
     }
+    served.syncs["wide"].push()
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.long
+def test_an_engine_that_starts_again_reads_the_directory(served: ServedTenants, tmp_path: Path) -> None:
+    served.step("wide", 81)
+    WeightSync(served.train, served.rollout, served.tenants["wide"], directory=tmp_path).push()
     served.rollout.restart(0)
     served.push_base()
     served.assert_served(["wide"] * len(PROMPTS), served.versions())
-    served.syncs["wide"].push()
-    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.shows("lora: where trainer, driver and an engine share no memory, an adapter goes through Ray's object store")

@@ -41,6 +41,7 @@ def test_a_submitted_job_learns_the_task(head: HeadNode, task: Path, warm_model:
     assert (tmp_path / "run" / "model" / "config.json").exists()
 
 
+@pytest.mark.long
 @pytest.mark.shows("cluster: a job with a wrong or missing token is refused in one line")
 @pytest.mark.parametrize(
     ("settings", "message"),

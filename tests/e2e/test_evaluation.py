@@ -16,6 +16,7 @@ from rl_backend.contracts import ConfigError
 FEWER = 256
 
 
+@pytest.mark.long
 @pytest.mark.shows("model: trainers and engines read the same files; a directory with two versions of a tensor is refused")
 @pytest.mark.shows(
     "evaluation: a model directory alone is scored as the run scored it, with stop strings, mean@n and pass@k"

@@ -14,28 +14,17 @@ import pytest
 import torch
 
 from actors import HandleRef, Loss, RankContext, RolloutConfig, RolloutGroup, SamplingConfig, TrainGroup, WeightSync
-from actors.rollout.engine.engine import RolloutEngine
 from actors.rollout.tokens import RolloutTokens
-from rl_backend.cli.main import main
 from rl_backend.contracts import BatchError, OptimizerConfig, TokenSequence, UnsupportedError
 from rl_backend.primitive.router import Router
 from rl_backend.runtime.native.handle import NativeHandle
 from tests.support.models import write_tiny
-from tests.support.native import open_runtime, train
 from tests.support.sft_batches import random_token_sequences
 from tests.support.turns import converse
 
 PAGE = Path(__file__).parents[2] / "docs" / "router_replay.md"
 PROMPTS = [[5, 6, 7], list(range(20, 80)), [100, 90, 80, 70]]
 MODELS: dict[str, dict[str, Any]] = {
-    "qwen3_moe": {
-        "num_experts": 4,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 64,
-        "norm_topk_prob": True,
-        "num_hidden_layers": 3,
-        "mlp_only_layers": [1],
-    },
     "qwen2": {
         "num_attention_heads": 2,
         "num_key_value_heads": 1,
@@ -58,77 +47,54 @@ MODELS: dict[str, dict[str, Any]] = {
     "gpt_neox": {"num_attention_heads": 2, "num_key_value_heads": None, "head_dim": None, "tie_word_embeddings": False},
 }
 
-LONG = {"qwen2", "llama", "mistral", "mixtral"}
-"""Families that ``make test-all`` alone runs."""
-FAMILIES = [pytest.param(family, marks=[pytest.mark.long] if family in LONG else []) for family in MODELS]
-
 EXPORTED = "qwen3_moe"
-"""The family whose engine begins with a model that ``rl-backend export`` has written."""
+"""The family whose engine begins with a model that ``rl-backend export`` has written, and that ``make test`` runs."""
+FAMILIES = [EXPORTED, *(pytest.param(family, marks=pytest.mark.long) for family in MODELS)]
 
 MIXTURES = {"qwen3_moe": (0, 2), "mixtral": (0, 1)}
 """Families with experts, and in which layers."""
 
 
-class StartingEngine(RolloutEngine):
-    """An engine in whose process another can be started."""
-
-    def start_another(self, config: RolloutConfig) -> None:
-        from actors.rollout.vllm.process import start_vllm
-
-        start_vllm(config, "cpu")
-
-
-class StartingGroup(RolloutGroup):
-    engine_class = StartingEngine
-
-
 @pytest.fixture(scope="module")
-def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def paths(mixture: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("families")
-    return {family: write_tiny(family, folder / family, **changes) for family, changes in MODELS.items()}
+    written = {family: write_tiny(family, folder / family, **changes) for family, changes in MODELS.items()}
+    return {EXPORTED: mixture, **written}
 
 
 @pytest.fixture(scope="module")
-def exported_model(paths: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A mixture of experts after two steps, by way of a training checkpoint and ``rl-backend export``."""
-    folder = tmp_path_factory.mktemp("exported")
-    with open_runtime(paths[EXPORTED]) as runtime:
-        policy = runtime.build_model()
-        train(runtime, policy, 2)
-        runtime.save_checkpoint(policy, folder / "checkpoint")
-    assert main(["export", "--checkpoint", str(folder / "checkpoint"), "--out", str(folder / "model")]) == 0
-    return folder / "model"
+def tested(request: pytest.FixtureRequest) -> list[str]:
+    """Families of the tests that run."""
+    items = [item for item in request.session.items if item.path == request.path and isinstance(item, pytest.Function)]
+    found = {item.callspec.params["family"] for item in items if hasattr(item, "callspec")}
+    return [EXPORTED, *(family for family in MODELS if family in found)]
 
 
 @pytest.fixture(scope="module")
 def engines(
-    request: pytest.FixtureRequest, ray_cluster: None, paths: dict[str, Path], exported_model: Path
+    tested: list[str], paths: dict[str, Path], mixture_engine: RolloutGroup
 ) -> Iterator[dict[str, Future[RolloutGroup]]]:
     """An engine of each family that is tested, started two at a time while the first ones are.
 
-    They begin with random weights, but for one that loads ``exported_model``.
+    They begin with random weights, but for that of ``exported_mixture``.
     """
 
     def start(family: str) -> RolloutGroup:
+        if family == EXPORTED:
+            return mixture_engine
         config = RolloutConfig(
-            model_path=str(exported_model if family == EXPORTED else paths[family]),
+            model_path=str(paths[family]),
             device="cpu",
             dtype="float32",
-            load_format="auto" if family == EXPORTED else "dummy",
+            load_format="dummy",
             max_model_len=256,
             kv_cache_gib=0.25,
             return_routed_experts=family in MIXTURES,
         )
-        return stack.enter_context(StartingGroup(config))
+        return stack.enter_context(RolloutGroup(config))
 
     with ExitStack() as stack, ThreadPoolExecutor(2) as pool:
-        items = [item for item in request.session.items if item.path == request.path]
-        tested = {
-            item.callspec.params["family"]
-            for item in items
-            if isinstance(item, pytest.Function) and hasattr(item, "callspec")
-        }
-        yield {family: pool.submit(start, family) for family in MODELS if family in tested | {EXPORTED}}
+        yield {family: pool.submit(start, family) for family in tested}
 
 
 @pytest.fixture(scope="module")
@@ -138,19 +104,19 @@ def group(engines: object, one_rank: TrainGroup) -> TrainGroup:
 
 
 @pytest.fixture(scope="module")
-def policies(group: TrainGroup, paths: dict[str, Path]) -> dict[str, HandleRef]:
+def policies(group: TrainGroup, paths: dict[str, Path], tested: list[str]) -> dict[str, HandleRef]:
     optimizer = OptimizerConfig(lr=1e-2)
-    return {family: group.build_model(hf_path=path, name=family, optimizer=optimizer) for family, path in paths.items()}
+    return {family: group.build_model(hf_path=paths[family], name=family, optimizer=optimizer) for family in tested}
 
 
 @pytest.mark.long
 @pytest.mark.shows("export: vLLM loads what was exported and samples the tokens that it samples after a push")
 def test_vllm_samples_from_an_exported_model_what_it_samples_after_a_push(
-    group: TrainGroup, engines: dict[str, Future[RolloutGroup]], exported_model: Path
+    group: TrainGroup, engines: dict[str, Future[RolloutGroup]], exported_mixture: Path
 ) -> None:
     rollout, greedy = engines[EXPORTED].result(), SamplingConfig(temperature=0.0, max_new_tokens=24)
     loaded = rollout.generate(PROMPTS, greedy)
-    policy = group.build_model(hf_path=exported_model, name="exported")
+    policy = group.build_model(hf_path=exported_mixture, name="exported")
     with WeightSync(group, rollout, policy) as sync:
         sync.push()
         pushed = rollout.generate(PROMPTS, greedy)
@@ -213,7 +179,7 @@ def sets_differ(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.shows("router replay: every token but a sample's last goes where vLLM sent it (R3), with dense layers between")
-@pytest.mark.parametrize("family", [each for each in FAMILIES if each.values[0] in MIXTURES])
+@pytest.mark.parametrize("family", [EXPORTED, pytest.param("mixtral", marks=pytest.mark.long)])
 def test_a_trainer_sends_tokens_where_vllm_sent_them(
     group: TrainGroup, engines: dict[str, Future[RolloutGroup]], policies: dict[str, HandleRef], family: str
 ) -> None:

@@ -176,10 +176,10 @@ def test_merged_pushes_train_as_adapters_do(
     assert all(line["log_prob_gap"] <= 1e-5 for line in mine)
 
 
-def test_sft_trains_an_adapter(task: Path, ray_cluster: None, tmp_path: Path) -> None:
+def test_sft_trains_an_adapter(task: Path, demo_session: Session, tmp_path: Path) -> None:
     options = {"model": str(task / "model"), "dataset": str(task / "train.jsonl"), "run_dir": str(tmp_path / "sft")}
     config = sft.SFTConfig(**options, **{"lora.rank": 16, "lr": 1e-2, "steps": 12, "dtype": "float32"})
-    path = sft.train(config)
+    path = sft.train(config, demo_session)
     metrics = lines(tmp_path / "sft" / "metrics.jsonl")
     assert metrics[-1]["nll"] < metrics[0]["nll"]
     assert read_peft_directory(path).parts

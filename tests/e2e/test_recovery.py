@@ -72,6 +72,7 @@ def same_run(found: Path, expected: Path) -> None:
     assert one.keys() == other.keys() and all(one[name].equal(other[name]) for name in one)
 
 
+@pytest.mark.long
 @pytest.mark.shows(
     "recovery: SFT on two ranks, one of them killed by kill -9 in a step, is the undisturbed run in every bit"
 )

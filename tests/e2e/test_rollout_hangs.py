@@ -100,6 +100,7 @@ def test_a_call_to_an_engine_that_was_restarted_since_keeps_its_error_and_leaves
     assert group.engines == (0, 1)
 
 
+@pytest.mark.long
 def test_an_engine_that_does_not_restart_stays_lost_with_the_reason(
     group: RolloutGroup, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -149,11 +149,13 @@ def test_eight_clients_at_one_time_get_the_bits_that_each_has_alone(served: Serv
 
 
 @pytest.mark.long
-@pytest.mark.shows("server: --check goes through it from nothing and says what came of it")
-def test_check_goes_through_a_server_from_nothing(model: Path) -> None:
-    done = subprocess.run(command_of(model, "--check"), capture_output=True, text=True, check=False, timeout=300)
+@pytest.mark.shows("server: --check goes through each of its models from nothing and says what came of it")
+def test_check_goes_through_a_server_of_two_models_from_nothing(model: Path, tmp_path: Path) -> None:
+    other = write_tiny("qwen3", tmp_path / "other", vocab_size=300, seed=1)
+    command = command_of(model, "--model", f"other={other}", "--check")
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.count("\nok   ") == 6
+    assert done.stdout.count("\nok   ") == 12 and f"\nserving {model}, other at http" in f"\n{done.stdout}"
 
 
 @pytest.mark.long

@@ -42,7 +42,7 @@ def sequences() -> list[TokenSequence]:
     return random_token_sequences(LENGTHS, 128)
 
 
-@pytest.fixture(scope="module", params=[1, 2], ids=["1 rank", "2 ranks"])
+@pytest.fixture(scope="module", params=[pytest.param(1, id="1 rank", marks=pytest.mark.long), pytest.param(2, id="2 ranks")])
 def group(request: pytest.FixtureRequest, ray_cluster: None, config: RuntimeConfig) -> Iterator[TrainGroup]:
     if request.param == 2:
         yield request.getfixturevalue("two_ranks")

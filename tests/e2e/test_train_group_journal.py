@@ -17,7 +17,6 @@ from rl_backend.contracts import (
     HandleError,
     NativeConfig,
     OptimizerConfig,
-    ParallelConfig,
     RuntimeConfig,
     StepResult,
 )
@@ -35,9 +34,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tiny_qwen3(tmp_path_factory.mktemp("model"), num_hidden_layers=4)
 
 
-def config(model: Path, **options: object) -> RuntimeConfig:
-    native = NativeConfig.model_validate({"device": "cpu", "optimizer": OPTIMIZER, **options})
-    return RuntimeConfig(hf_path=str(model), backend_cfg=native)
+def config(model: Path) -> RuntimeConfig:
+    return RuntimeConfig(hf_path=str(model), backend_cfg=NativeConfig(device="cpu", optimizer=OPTIMIZER))
 
 
 @pytest.mark.shows("actors: a group's journal builds the models of a lost group again")
@@ -95,15 +93,14 @@ def trained(group: TrainGroup, policy: HandleRef, steps: int, *, wait: bool) -> 
 
 
 @pytest.mark.shows("actors: steps submitted without waiting give the same weights as steps waited for, bit for bit")
-def test_a_group_takes_steps_that_nobody_waits_for(ray_cluster: None, model: Path) -> None:
+def test_a_group_takes_steps_that_nobody_waits_for(two_ranks: TrainGroup) -> None:
     found = []
-    with TrainGroup(config(model, parallel=ParallelConfig(pp=2)), num_ranks=2) as group:
-        for wait in (True, False):
-            policy = group.build_model()
-            records = trained(group, policy, steps=3, wait=wait)
-            results = [(passed.losses, step.ok, step.grad_norm) for passed, step in records]
-            log_probs = group.forward(policy, random_token_sequences(LENGTHS, 128)).output("log_probs")
-            found.append((results, torch.cat(list(log_probs)), group.weight_version(policy)))
+    for wait in (True, False):
+        policy = two_ranks.build_model(optimizer=OPTIMIZER)
+        records = trained(two_ranks, policy, steps=3, wait=wait)
+        results = [(passed.losses, step.ok, step.grad_norm) for passed, step in records]
+        log_probs = two_ranks.forward(policy, random_token_sequences(LENGTHS, 128)).output("log_probs")
+        found.append((results, torch.cat(list(log_probs)), two_ranks.weight_version(policy)))
     (waited, expected, version), (not_waited, log_probs, same_version) = found
     assert not_waited == waited and all(ok for _, ok, _ in waited)
     assert version == same_version == 3

@@ -122,7 +122,7 @@ def test_taking_over_waits_for_what_the_driver_before_had_submitted(group: Train
 @pytest.mark.shows("actors: two drivers never interleave collectives")
 def test_two_tasks_racing_for_a_group_never_mix_their_collectives(group: TrainGroup) -> None:
     race = ray.remote(num_cpus=1)(operate)
-    done = ray.get([race.remote(group, driver, 3.0) for driver in (1, 2)], timeout=120)
+    done = ray.get([race.remote(group, driver, 2.0) for driver in (1, 2)], timeout=120)
     group.take_over()
     first, second = group.run_on_ranks(take_log)
     assert first == second

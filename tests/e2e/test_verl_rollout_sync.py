@@ -40,6 +40,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return synced(str(write_tiny_qwen3_moe(tmp_path_factory.mktemp("moe"))))
 
 
+@pytest.mark.long
 @pytest.mark.shows("verl: verl's own sync of adapters is right on a CPU")
 def test_log_probs_with_verls_adapter_are_the_trainers(tmp_path: Path) -> None:
     gaps = synced(str(write_tiny_qwen3(tmp_path / "model")), "lora")

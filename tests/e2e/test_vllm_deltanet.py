@@ -113,10 +113,9 @@ def test_bfloat16_is_computed_by_vllms_own_kernel(deltanet_engines: DeltaNetEngi
         assert gap <= 3 * rounding
 
 
+@pytest.mark.long
 @pytest.mark.shows("lora: tenants on attention, DeltaNet projections and feed-forward of Qwen3.5 are served on a CPU")
-@pytest.mark.parametrize(
-    ("name", "feed_forward"), [("dense", FEED_FORWARD), pytest.param("mixture", SHARED_EXPERT, marks=pytest.mark.long)]
-)
+@pytest.mark.parametrize(("name", "feed_forward"), [("dense", FEED_FORWARD), ("mixture", SHARED_EXPERT)])
 def test_adapters_of_every_kind_of_module(
     deltanet_engines: DeltaNetEngines, name: str, feed_forward: tuple[str, ...]
 ) -> None:
@@ -182,16 +181,24 @@ def test_adapters_that_are_refused(
 
 
 @pytest.mark.long
-@pytest.mark.shows("rollout: an engine of two workers, which share the heads of gated DeltaNet, has transformers' log-probs")
+@pytest.mark.shows(
+    "rollout: an engine of two workers, which share the heads of gated DeltaNet and adapters, has transformers' log-probs"
+)
 @pytest.mark.parametrize("name", ["dense", "mixture"])
 def test_workers_share_the_heads(deltanet_engines: DeltaNetEngines, name: str) -> None:
     one = deltanet_engines.served(name)
-    config = config_of(name, one.model, tensor_parallel=2, cores=((0, 1),), max_adapters=0)
+    config = config_of(name, one.model, tensor_parallel=2, cores=((0, 1),))
+    ends = (*ATTENTION, *DELTANET, *(FEED_FORWARD if name == "dense" else SHARED_EXPERT))
+    adapted = [module for module, _ in one.trainer.model.named_modules() if module.endswith(ends)]
     with DeltaNetGroup(config) as rollout, WeightSync(one.trainer.source, rollout) as sync:
         for _ in range(2):
             one.trainer.advance(0.3)
             sync.push()
             assert max(one.trainer.gaps(rollout.generate(PROMPTS, SAMPLING))) <= 1e-5
+        factors, merged = random_adapter(one.trainer, adapted)
+        assert push_factors(rollout, factors, 1) is None
+        samples = rollout.generate(PROMPTS, SAMPLING, adapter="poet")
+        assert max(merged.gaps(samples)) <= 1e-5 < 1e-3 < max(one.trainer.gaps(samples))
 
 
 @pytest.mark.long

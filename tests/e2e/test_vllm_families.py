@@ -66,6 +66,7 @@ def test_sparse_attention_that_covers_every_token_is_served_as_dense(engines: Fa
     assert max(served.gaps()) <= 1e-5
 
 
+@pytest.mark.long
 @pytest.mark.shows("weight sync: gpt-oss is served in bfloat16, and no expert, bias or sink is stale after a push")
 def test_a_push_reaches_every_weight_of_gpt_oss(engines: FamilyEngines) -> None:
     served = engines.served("gpt_oss", "bfloat16")

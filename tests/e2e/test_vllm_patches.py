@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,64 +9,29 @@ from pathlib import Path
 import pytest
 
 from actors import TrainGroup
-from actors.rollout.config import RolloutConfig, SamplingConfig
-from actors.rollout.engine.engine import RolloutEngine
+from actors.rollout.config import SamplingConfig
 from actors.rollout.group.group import RolloutGroup
 from actors.rollout.messages import AdapterVersion
 from actors.sync.push import WeightSync
 from actors.wire.factors import PackedFactors
 from rl_backend.contracts import OptimizerConfig, WeightCheckError
 from rl_backend.contracts.lora import LoRAConfig
-from tests.support.rollout import ReferenceTrainer, write_tiny_qwen3_moe
+from tests.support.rollout import ReferenceTrainer
 from tests.support.served_tenants import ServedTenants
 
 PROMPTS = [[5, 6, 7, 8], list(range(10, 60))]
 SAMPLING = SamplingConfig(max_new_tokens=12)
 
 
-class PatchableEngine(RolloutEngine):
-    """An engine in whose process a patch can be left out."""
-
-    def leave_out(self, patch: str | None) -> None:
-        import actors.rollout.vllm.patches as patches
-        import actors.rollout.vllm.worker as worker
-
-        worker.packing_experts_again = patches.packing_experts_again
-        worker.packing_embeddings_again = patches.packing_embeddings_again
-        if patch == "packing_experts_again":
-            worker.packing_experts_again = contextlib.nullcontext
-        elif patch == "packing_embeddings_again":
-            worker.packing_embeddings_again = contextlib.nullcontext
-
-
-class PatchableGroup(RolloutGroup):
-    engine_class = PatchableEngine
+@pytest.fixture(scope="module")
+def trainer(exported_mixture: Path) -> ReferenceTrainer:
+    return ReferenceTrainer(exported_mixture)
 
 
 @pytest.fixture(scope="module")
-def moe_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny_qwen3_moe(tmp_path_factory.mktemp("moe"))
-
-
-@pytest.fixture(scope="module")
-def trainer(moe_model: Path) -> ReferenceTrainer:
-    return ReferenceTrainer(moe_model)
-
-
-@pytest.fixture(scope="module")
-def group(ray_cluster: None, moe_model: Path) -> Iterator[RolloutGroup]:
-    """One engine of a mixture-of-experts model with tied embeddings, which serves adapters too."""
-    config = RolloutConfig(
-        model_path=str(moe_model),
-        device="cpu",
-        dtype="float32",
-        load_format="dummy",
-        max_model_len=256,
-        kv_cache_gib=0.25,
-        max_adapters=2,
-    )
-    with PatchableGroup(config) as rollout:
-        yield rollout
+def group(mixture_engine: RolloutGroup) -> RolloutGroup:
+    mixture_engine.forget_weights()  # of other trainers
+    return mixture_engine
 
 
 @pytest.fixture(scope="module")
@@ -84,7 +48,7 @@ def gap_after_push_without(patch: str | None, group: RolloutGroup, trainer: Refe
 
 
 @pytest.mark.shows("weight sync: mixture-of-experts models arrive correctly in vLLM on a CPU")
-def test_a_mixture_of_experts_is_pushed_right_into_an_engine_that_started_with_random_weights(
+def test_a_mixture_of_experts_is_pushed_right_into_an_engine_with_other_weights(
     group: RolloutGroup, trainer: ReferenceTrainer, sync: WeightSync
 ) -> None:
     for _ in range(2):
@@ -101,10 +65,10 @@ def test_vllm_serves_old_weights_without_the_patch(
 
 
 @pytest.mark.shows("lora: adapters of a mixture's attention are served on a CPU; those of other modules are pushed merged")
-def test_adapters_beside_experts(group: RolloutGroup, moe_model: Path, one_rank: TrainGroup) -> None:
+def test_adapters_beside_experts(group: RolloutGroup, exported_mixture: Path, one_rank: TrainGroup) -> None:
     train = one_rank
     group.forget_weights()
-    base, optimizer = train.build_model(hf_path=moe_model, trainable=False), OptimizerConfig(lr=2e-2)
+    base, optimizer = train.build_model(hf_path=exported_mixture, trainable=False), OptimizerConfig(lr=2e-2)
     tenants = {
         name: train.create_lora_adapter(base, LoRAConfig(rank=rank, targets=(name,)), optimizer, name=name)
         for name, rank in (("attention", 4), ("o_proj", 2))

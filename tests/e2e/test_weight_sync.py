@@ -359,7 +359,8 @@ def test_a_full_shared_memory_file_system_is_reported_before_anything_moves(
 
 def test_staging_functions_run_unchanged_in_a_rank(trainer: ReferenceTrainer, sync: WeightSync) -> None:
     plan = sync._plan()
-    assert trainer.source.run_on_ranks(reserve_segment, plan)[0].nbytes >= plan.nbytes
-    manifest = trainer.source.run_on_ranks(write_segment, plan)[0]
-    assert [info.name for info in manifest.tensors] == [name for name, _ in trainer.named_weights()]
-    assert all(len(info.digest) == 16 and info.offset % 64 == 0 for info in manifest.tensors)
+    segment = trainer.source.run_on_ranks(reserve_segment, plan)[0]
+    assert segment.nbytes >= plan.nbytes
+    written = trainer.source.run_on_ranks(write_segment, plan, segment)[0]
+    assert [info.name for info in written] == [name for name, _ in trainer.named_weights()]
+    assert all(len(info.digest) == 16 and info.offset % 64 == 0 for info in written)

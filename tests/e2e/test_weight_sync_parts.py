@@ -177,6 +177,7 @@ def test_a_part_that_cannot_be_checked_is_left_to_the_whole(
     assert_serves(group, trainer, trainer.source.version)
 
 
+@pytest.mark.long
 def test_a_trainer_that_dies_while_it_stages_leaves_the_engines_with_the_old_weights(
     group: RolloutGroup, trainer: ReferenceTrainer, rollout_sync: WeightSync, tied_model: Path
 ) -> None:

@@ -109,7 +109,7 @@ def use(monkeypatch: pytest.MonkeyPatch, *modules: str) -> RayInProcess:
 
 def until(true: Callable[[], bool]) -> None:
     """Waits for what another thread does."""
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while not true():
         assert time.monotonic() < deadline
         time.sleep(0.001)

@@ -76,15 +76,14 @@ MIXTURE: dict[Layout, list[Layout]] = {
 }
 
 HYBRID: dict[Layout, list[Layout]] = {
-    native(2, tp=2): [native(4, "zbv", pp=2, vpp=2), bridge(2, ep=2)],
-    native(2, ep=2): [native(4, tp=2, ep=2)],
+    native(2, ep=2): [native(2, pp=2)],
     bridge(2, tp=2): [native(2, cp=2)],
 }
 """Of a mixture with recurrent states."""
 
 MORE_OF_HYBRID: dict[Layout, list[Layout]] = {
-    native(2, tp=2): [native(1), native(2), native(2, cp=2)],
-    native(2, ep=2): [native(2, pp=2)],
+    native(2, tp=2): [native(1), native(2), native(2, cp=2), native(4, "zbv", pp=2, vpp=2), bridge(2, ep=2)],
+    native(2, ep=2): [native(4, tp=2, ep=2)],
     bridge(2, tp=2): [bridge(2, pp=2)],
 }
 """Of the same, for ``make test-all``."""

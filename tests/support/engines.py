@@ -5,6 +5,7 @@ They are not in the files of their tests because every engine's process imports 
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import signal
@@ -16,6 +17,7 @@ from typing import Any
 from torch import Tensor
 
 from actors.cluster.processes import Process
+from actors.rollout.config import RolloutConfig
 from actors.rollout.engine.engine import RolloutEngine
 from actors.rollout.engine.in_process import ServingState
 from actors.rollout.engine.step_loop import Completion
@@ -124,18 +126,10 @@ class GroupOfWorkers(RolloutGroup):
 
 
 class EngineOfTurns(RolloutEngine):
-    """An engine that can be told anew what a push does to turns."""
+    """An engine that can be told anew what a push does to turns, and be mended after an update that got no weights."""
 
     def set_turns_at_push(self, value: str) -> None:
         self._vllm.config = self._vllm.config.replace(turns_at_push=value)
-
-
-class GroupOfTurns(RolloutGroup):
-    engine_class = EngineOfTurns
-
-
-class MendableEngine(RolloutEngine):
-    """An engine that need not be restarted after an update that began and got no weights."""
 
     def mend(self) -> None:
         """Ends the update, which leaves the weights that were there."""
@@ -145,8 +139,32 @@ class MendableEngine(RolloutEngine):
         self.resume()
 
 
-class MendableGroup(RolloutGroup):
-    engine_class = MendableEngine
+class GroupOfTurns(RolloutGroup):
+    engine_class = EngineOfTurns
+
+
+class EngineOfMixture(RolloutEngine):
+    """An engine in whose process a patch can be left out, and another engine be started."""
+
+    def leave_out(self, patch: str | None) -> None:
+        import actors.rollout.vllm.patches as patches
+        import actors.rollout.vllm.worker as worker
+
+        worker.packing_experts_again = patches.packing_experts_again
+        worker.packing_embeddings_again = patches.packing_embeddings_again
+        if patch == "packing_experts_again":
+            worker.packing_experts_again = contextlib.nullcontext
+        elif patch == "packing_embeddings_again":
+            worker.packing_embeddings_again = contextlib.nullcontext
+
+    def start_another(self, config: RolloutConfig) -> None:
+        from actors.rollout.vllm.process import start_vllm
+
+        start_vllm(config, "cpu")
+
+
+class GroupOfMixture(RolloutGroup):
+    engine_class = EngineOfMixture
 
 
 class AdapterEngine(RolloutEngine):

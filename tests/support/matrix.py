@@ -109,11 +109,13 @@ def needs(item: pytest.Item) -> set[Hashable]:
     return {item.nodeid.partition("[")[0], *_own(item), *found, *pairs(found)}
 
 
-def sampled(cases: Iterable[tuple[Any, ...]], *kept: tuple[Any, ...]) -> list[ParameterSet]:
-    """Parameters of a test of which ``make test`` runs ``kept``, and ``make test-all`` the others too."""
+def sampled(cases: Iterable[Any], *kept: Any) -> list[ParameterSet]:
+    """Values of a parameter, or tuples of several; ``make test`` runs those that are ``kept``, ``make test-all`` all."""
     found = list(cases)
     assert all(case in found for case in kept), "what is kept is no case"
-    return [pytest.param(*case, marks=[] if case in kept else pytest.mark.long) for case in found]
+    marks = [[] if case in kept else [pytest.mark.long] for case in found]
+    rows = [case if isinstance(case, tuple) else (case,) for case in found]
+    return [pytest.param(*row, marks=marked) for row, marked in zip(rows, marks, strict=True)]
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -143,11 +145,12 @@ class Matrix:
         if not self.names_files:
             for item in left_out(items):
                 item.add_marker(pytest.mark.long)
-            if dropped := beyond_pairs(items):
+            # Without long cases there are none of these either, and to choose them takes seconds.
+            if config.getoption("markexpr") != "not long" and (dropped := beyond_pairs(items)):
                 config.hook.pytest_deselected(items=dropped)
                 self.cases |= {item.nodeid: _case(item, "pairs") for item in dropped}
                 items[:] = [item for item in items if item.nodeid not in self.cases]
-        for item in items:
+        for item in items if self.file is not None else ():
             marked = item.get_closest_marker("long")
             self.cases[item.nodeid] = _case(item, ("long" if item.nodeid in long else "covered") if marked else None)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,6 +15,7 @@ from transformers import AutoModelForCausalLM
 from rl_backend.contracts.lora import LoRAConfig
 
 _FEED_FORWARD = ("gate_proj", "up_proj", "down_proj")
+_SHARED = {"gate_proj": "lora_A", "up_proj": "lora_A", "down_proj": "lora_B"}
 _MODULES: Mapping[str, Sequence[str]] = {
     "attention": (
         *("q_proj", "k_proj", "v_proj", "o_proj"),
@@ -80,27 +82,48 @@ def transformers_model(path: Path | str) -> Any:
 
 
 def peft_model(path: Path | str, config: LoRAConfig) -> Any:
-    """The model with an adapter as ``config`` says."""
+    """The model with an adapter as ``config`` says; experts that share a factor have one parameter for it."""
     targets = [name for target in config.targets for name in _MODULES.get(target, (target,))]
     settings = {"use_rslora": config.use_rslora, "use_dora": config.use_dora}
     adapter = LoraConfig(r=config.rank, lora_alpha=config.alpha, target_modules=targets, **settings)  # type: ignore[arg-type]
-    return get_peft_model(transformers_model(path), adapter)
+    made: Any = get_peft_model(transformers_model(path), adapter)
+    for layer in made.base_model.model.model.layers if config.experts_share_factor else ():
+        for projection, factor in _SHARED.items():
+            first, *others = (getattr(getattr(expert, projection), factor).default for expert in layer.mlp.experts)
+            for each in others:
+                each.weight = first.weight
+    return made
 
 
-def peft_factors(wrapped: Any) -> dict[str, nn.Parameter]:
-    """What is trained, by the names in peft's files."""
+def apart(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """What a tenant exports, with the tensors of experts that share a factor as those of each expert."""
+    found = {}
+    for name, tensor in tensors.items():
+        stack = re.fullmatch(r"(.+\.experts)\.w([123])\.lora_[AB]\.weight", name)
+        if stack is None:
+            found[name] = tensor
+            continue
+        both = (re.sub(r"_[AB]\.weight", f"_{part}.weight", name) for part in "AB")
+        for expert in range(max(len(tensors[each]) for each in both)):
+            of_expert = f"{stack[1]}.{expert}.{('gate_proj', 'down_proj', 'up_proj')[int(stack[2]) - 1]}"
+            found[name.replace(f"{stack[1]}.w{stack[2]}", of_expert)] = tensor[min(expert, len(tensor) - 1)]
+    return found
+
+
+def peft_factors(wrapped: Any, *, every: bool = False) -> dict[str, nn.Parameter]:
+    """What is trained, by the names in peft's files; one of several names alone, unless ``every``."""
     return {
         name.replace(".default", "").replace("magnitude_vector.weight", "magnitude_vector"): value
-        for name, value in wrapped.named_parameters()
+        for name, value in wrapped.named_parameters(remove_duplicate=not every)
         if value.requires_grad
     }
 
 
 def load_factors(wrapped: Any, start: Mapping[str, Tensor]) -> None:
-    factors = peft_factors(wrapped)
-    assert factors.keys() == start.keys()
+    factors, given = peft_factors(wrapped, every=True), apart(start)
+    assert factors.keys() == given.keys()
     for name, value in factors.items():
-        value.data.copy_(start[name])
+        value.data.copy_(given[name])
 
 
 def train_with_peft(wrapped: Any, batches: Sequence[Sequence[Tensor]], lr: float) -> Steps:

@@ -19,7 +19,8 @@ from actors.collect.inputs import EpisodeInputs, Inputs
 from actors.options.sampled_config import RLConfig, SampledConfig
 from actors.rollout.messages import VersionSpan
 from actors.sync.report import PushReport
-from rl_backend.data.prompts import Prompt, PromptExample
+from rl_backend.data.examples import PromptExample
+from rl_backend.data.prompts import Prompt
 from rl_backend.data.rewards import LoadedReward, RewardScorer
 from tests.support.stopped_run import Weight
 from tests.support.submitted import Submitted

@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 class Served(NamedTuple):
     """Attributes:
+    model: the name of the base model; of several, all of them with commas between.
     said: the lines that the process has written, while it runs.
     """
 
@@ -35,7 +36,7 @@ def serving(command: Sequence[str]) -> Iterator[Served]:
         said: list[str] = []
         for line in process.stdout:
             said.append(line)
-            if found := re.search(r"^serving (\S+) at (http://\S+)", line):
+            if found := re.search(r"^serving (.+) at (http://\S+)", line):
                 break
         else:
             raise ChildProcessError("".join(said))

@@ -5,17 +5,17 @@ from __future__ import annotations
 import socket
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 import uvicorn
 
 from actors.serve.app import Asked, Owner, make_app
 from actors.serve.openai import add_openai
-from actors.serve.server import Futures, Limits, Server
+from actors.serve.server import Futures, Limits, ServedModel, Server
 from actors.serve.store import Store
 from actors.serve.training import Training
 from actors.train import passes
@@ -56,6 +56,7 @@ class GroupInProcess:
         self._runtime, self.config = runtime, SimpleNamespace(max_tokens_per_micro_batch=max_tokens)
         for name in ("optimizer_step", "zero_grad"):
             setattr(self, name, _Submitted(getattr(runtime, name)))
+        setattr(self, "forward_backward", _Submitted(self.forward_backward))  # noqa: B010 - a method, also of those derived
         self.passes: list[list[int]] = []
 
     def __getattr__(self, name: str) -> Any:
@@ -85,36 +86,49 @@ class GroupInProcess:
 
 @contextmanager
 def served(
-    model: Path, state: Path, *, max_tokens: int = 64, name: str | None = None, most_pushed: int = 8, **limits: Any
+    model: Path,
+    state: Path,
+    *,
+    max_tokens: int = 64,
+    name: str | None = None,
+    most_pushed: int = 8,
+    others: Mapping[str, Path] = MappingProxyType({}),
+    **limits: Any,
 ) -> Iterator[SimpleNamespace]:
-    """A server at ``url``; ``group`` shows whose rows its passes had."""
-    with open_runtime(model) as runtime, samplers(model, max_tokens, most_pushed) as sampling:
+    """A server at ``url``; ``group`` shows whose rows its passes had. ``others`` are base models beside the first one, by
+    name; ``groups`` has all by name.
+    """
+    with ExitStack() as stack:
         store = Store(state)
+        stack.callback(store.close)
         store.begin()
-        futures, group = Futures(store), GroupInProcess(runtime, max_tokens)
-        training = Training(
-            group,  # type: ignore[arg-type]
-            futures.finish,
-            model=model,
-            vocab_size=read_hf_config(model)["vocab_size"],
-            longest=max_tokens,
-            max_rank=64,
-            max_runs=64,
-        )
-        server = Server(
-            store,
-            futures,
-            training,
-            sampling,
-            name=name or str(model),
-            model=model,
-            longest=max_tokens,
-            limits=Limits(**limits),
-        )
+        futures, groups, models = Futures(store), dict[str, GroupInProcess](), list[ServedModel]()
+        for each, folder in {name or str(model): model, **others}.items():
+            group = GroupInProcess(stack.enter_context(open_runtime(folder)), max_tokens)
+            sampling = stack.enter_context(samplers(folder, max_tokens, most_pushed))
+            training = Training(
+                group,  # type: ignore[arg-type]
+                futures.finish,
+                model=folder,
+                vocab_size=read_hf_config(folder)["vocab_size"],
+                longest=max_tokens,
+                max_rank=64,
+                max_runs=64,
+            )
+            stack.callback(training.close)
+            groups[each] = group
+            models.append(ServedModel(each, folder, max_tokens, training, sampling))
+        server, first = Server(store, futures, models, Limits(**limits)), models[0]
         with _listening(server) as url:
-            yield SimpleNamespace(url=url, server=server, store=store, group=group, runtime=runtime, training=training)
-        training.close()
-        store.close()
+            yield SimpleNamespace(
+                url=url,
+                server=server,
+                store=store,
+                groups=groups,
+                group=groups[first.name],
+                training=first.training,
+                sampling=first.sampling,
+            )
 
 
 @contextmanager

@@ -39,7 +39,7 @@ class CountingStepper:
         """So many steps, of which the loop takes each; it is then in the next one."""
         target = self.steps + steps
         self.allow(steps)
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 60
         while not (self.steps == target and self.waits):
             assert time.monotonic() < deadline
             time.sleep(0.001)

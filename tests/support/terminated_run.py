@@ -21,7 +21,8 @@ from actors.collect.sample_metrics import score
 from actors.folder.folder import RunFolder
 from actors.run.command_line import run_command
 from rl_backend.contracts import BaseConfig
-from rl_backend.data.prompts import Prompt, PromptExample
+from rl_backend.data.examples import PromptExample
+from rl_backend.data.prompts import Prompt
 from rl_backend.data.rewards import RewardConfig
 
 

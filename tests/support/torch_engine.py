@@ -30,7 +30,7 @@ class TorchEngine:
         self.engines, self.lost_engines = [0], list[int]()
         self.healing = SimpleNamespace(close=lambda: None)
 
-    def push(self, _: Any, name: str, folder: Path) -> None:
+    def push(self, name: str, folder: Path) -> None:
         self.adapters[name] = PeftModel.from_pretrained(copy.deepcopy(self._base), folder).eval()
 
     def remove_adapter(self, name: str) -> None:
@@ -79,5 +79,5 @@ def _generation(tokens: list[int], log_probs: list[float], finish: Any) -> Gener
 def samplers(model: Path, longest: int, most_pushed: int = 8) -> Iterator[sampling.Sampling]:
     """Samplers over such an engine."""
     engine: Any = TorchEngine(model, longest)
-    with patch.multiple(sampling, RolloutTokens=_Tokens, push_directory=engine.push):
+    with patch.multiple(sampling, RolloutTokens=_Tokens, push_directory=TorchEngine.push):
         yield sampling.Sampling(engine, sampling.end_tokens(model), most_pushed=most_pushed)

@@ -44,6 +44,9 @@ class AdapterStore:
         self.load(adapter)
 
     def keep(self, adapter: AdapterVersion, tensors: Mapping[str, Tensor], digest: str) -> None:
+        if self._vllm.config.tensor_parallel > 1:
+            # Workers are other processes, and a pickled view takes what it is a view of along.
+            tensors = {name: factor.clone() for name, factor in tensors.items()}
         self._check(adapter, "keep_adapter", adapter.path, adapter.rank, tensors, digest)
         self._kept[adapter.number] = adapter
 
@@ -109,8 +112,7 @@ class AdapterStore:
             self._vllm.ask_workers("forget_adapter", adapter.path)
 
     def _check(self, adapter: AdapterVersion, method: str, *args: Any) -> None:
-        (problem,) = self._vllm.ask_workers(method, *args)
-        if problem:
+        if problem := next(filter(None, self._vllm.ask_workers(method, *args)), ""):
             raise WeightCheckError(f"{self._vllm.name}: {adapter.name}: {problem}", engine=self._vllm.name)
 
     def _require_kept(self, adapter: AdapterVersion) -> None:

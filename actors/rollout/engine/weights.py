@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from actors.cluster import prometheus
@@ -17,6 +19,7 @@ from rl_backend.contracts import (
     RLBackendError,
     RolloutError,
     TensorInfo,
+    TensorPart,
     WeightCheckError,
     WeightManifest,
     WeightSyncError,
@@ -36,7 +39,8 @@ class WeightReceiver:
         self._mapped: Segment | None = None
         self._buffer: Tensor | None = None
         self._staged_in_workers = False
-        self._gloo: dict[str, GlooGroup] = {}
+        # Of each sync, its groups by the rank that sends in them.
+        self._gloo: dict[str, dict[int, GlooGroup]] = {}
         self._verified: WeightManifest | None = None
         self._push = self._ended_push = ""
         self._intact: dict[str, TensorInfo] = {}
@@ -47,28 +51,47 @@ class WeightReceiver:
             self._own_segment = SharedSegment(nbytes)
         return Segment(str(self._own_segment.path), self._own_segment.nbytes)
 
-    def join_gloo(self, key: str, address: GlooAddress, rank: int) -> None:
-        if key in self._gloo:
-            self._gloo.pop(key).close()
-        self._gloo[key] = GlooGroup(address, rank)
+    def join_gloo(self, key: str, addresses: Mapping[int, GlooAddress], position: int) -> None:
+        """Joins the group of each rank that sends, in one order on all engines."""
+        self._close_groups(key)
+        groups = self._gloo[key] = {}
+        for rank, address in addresses.items():
+            groups[rank] = GlooGroup(address, position)
 
     def receive(self, key: str, layout: WeightManifest) -> None:
         """Receives weights over gloo into this engine's own segment; nothing is verified or loaded yet."""
         self._verified = None
         assert self._own_segment is not None, "make_segment() comes before"
+        buffer, groups = self._own_segment.buffer, self._gloo[key]
+        pieces: dict[int, list[TensorInfo]] = {rank: [] for rank in groups}
+        for info in layout.pieces:
+            pieces[info.rank if isinstance(info, TensorPart) else next(iter(groups))].append(info)
+
+        def receive_from(rank: int) -> None:
+            for info in pieces[rank]:
+                place = read_tensor(buffer, info)
+                received = place if place.is_contiguous() else torch.empty_like(place, memory_format=torch.contiguous_format)
+                groups[rank].broadcast(received)
+                if received is not place:
+                    place.copy_(received)
+
         try:
-            for info in layout.tensors:
-                self._gloo[key].broadcast(read_tensor(self._own_segment.buffer, info))
+            # Of all at one time: nobody waits for another one's turn.
+            with ThreadPoolExecutor(len(groups)) as pool:
+                list(pool.map(receive_from, groups))
         except RuntimeError as error:
             raise WeightSyncError(
                 f"{self._vllm.name}: the gloo broadcast failed: {error}", engine=self._vllm.name
             ) from error
 
     def leave_gloo(self, key: str) -> None:
-        if key in self._gloo:
-            self._gloo.pop(key).close()
+        self._close_groups(key)
         if not self._gloo:
             self.close()
+
+    def _close_groups(self, key: str) -> None:
+        for group in self._gloo.pop(key, {}).values():
+            group.close()
 
     def forget_segment(self, path: str) -> None:
         """Drops the mappings of a segment that its owner is about to remove, here and in the workers."""
@@ -90,7 +113,7 @@ class WeightReceiver:
             self._vllm.serving.check("take weights")
             # The trainer, which may be on the same cores, works at the same time.
             threads = max(len(self._vllm.cores) // 2, 1)
-            self._intact |= find_intact(self._map(segment), part.tensors, threads=threads)
+            self._intact |= find_intact(self._map(segment), part.pieces, threads=threads)
 
     def verify(self, manifest: WeightManifest, segment: Segment, push: str = "") -> float:
         """Checks that staged weights can be loaded, without loading them. Returns the seconds that it took.
@@ -125,7 +148,8 @@ class WeightReceiver:
                 f"{self._vllm.name}: weights of version {version} were not verified", engine=self._vllm.name
             )
         self.begin_update()
-        self.update({"manifest": manifest.model_dump_json()})
+        # Rectangles are put together and verified: workers take whole tensors.
+        self.update({"manifest": manifest.replace(parts=()).model_dump_json()})
         self.finish_update(version)
         return time.perf_counter() - started
 

@@ -86,15 +86,18 @@ class PendingSamples:
             for answer in of_prompt:
                 answer.add_done_callback(lambda _, left=left: answered(left))  # type: ignore[misc]
 
+    def cancel(self) -> None:
+        """Gives up what has not been answered, so that no push waits for it."""
+        for answer in chain.from_iterable(self._answers):
+            answer.cancel()
+
     def result(self, timeout: float | None = None) -> list[Sample]:
         """The samples, in the caller's order; raises what ``RolloutGroup.generate`` raises, as soon as it is known."""
         answers = list(chain.from_iterable(self._answers))
         _, waiting = wait(answers, timeout, FIRST_EXCEPTION) if self._error is None else ((), ())
         self._error = self._error or _first_error(answers)
         if self._error is not None:
-            # Nobody gets what engines would still sample.
-            for each in waiting:
-                each.cancel()
+            self.cancel()
             raise self._error
         if waiting:
             raise TimeoutError(f"{len(waiting)} of {len(answers)} samples have not been answered for {timeout:g} s")

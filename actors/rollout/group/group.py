@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from concurrent.futures import Future, wait
 from functools import partial
 from typing import Any, Protocol, Self
 
@@ -48,6 +49,7 @@ class RolloutGroup:
     Args:
         scheduling: for each engine a Ray scheduling strategy, for example a bundle of a placement group that it
             shares with training; None reserves GPUs and ``config.cores_per_engine`` for them where Ray has them free.
+        wait: for the engines to have started; else :meth:`join` does, and whatever starts meanwhile starts beside them.
 
     Raises:
         ConfigError: a configuration that cannot work here, or a model that is not on an engine's node.
@@ -66,7 +68,7 @@ class RolloutGroup:
 
     engine_class: type[RolloutEngine] = RolloutEngine
 
-    def __init__(self, config: RolloutConfig, *, scheduling: Sequence[Any] | None = None) -> None:
+    def __init__(self, config: RolloutConfig, *, scheduling: Sequence[Any] | None = None, wait: bool = True) -> None:
         if scheduling is not None and len(scheduling) != config.num_engines:
             raise ConfigError.of(
                 "scheduling", len(scheduling), f"expected one strategy for each of {config.num_engines} engines"
@@ -84,12 +86,26 @@ class RolloutGroup:
         self._closed = False
         self._starting: dict[int, Any] = {}
         self._placement = EnginePlacement(config, scheduling)
+        self._opened: Future[None] = Future()
+        if wait:
+            self._open()
+            self.join()
+        else:
+            threading.Thread(target=self._open, name="start of engines", daemon=True).start()
+
+    def join(self) -> None:
+        """Waits for engines that were not waited for, and raises what kept them from starting."""
+        self._opened.result()
+
+    def _open(self) -> None:
         try:
-            self._start(range(config.num_engines))
+            self._start(range(self.config.num_engines))
             self.healing.start()
-        except BaseException:
-            self.close()
-            raise
+        except BaseException as error:  # noqa: BLE001 raised where it is waited for
+            self._end_all()
+            self._opened.set_exception(error)
+        else:
+            self._opened.set_result(None)
 
     @property
     def engines(self) -> tuple[int, ...]:
@@ -135,11 +151,15 @@ class RolloutGroup:
             EngineDeadError, EngineDirtyError: an engine was lost and is not replaced, or was too often.
             RolloutError: a tenant that has not been pushed, weights with an adapter merged into them, or engines that
                 sleep or have no weights.
-            TimeoutError: no answer within ``timeout`` seconds.
+            TimeoutError: no answer within ``timeout`` seconds; what is left is given up.
             WeightVersionError: an engine's weights are older than ``require_version``.
         """
         pending = self.submit(prompts, sampling, seeds=seeds, require_version=require_version, adapter=adapter)
-        return pending.result(timeout)
+        try:
+            return pending.result(timeout)
+        except BaseException:  # Ctrl-C too: nobody gets what engines would still sample
+            pending.cancel()
+            raise
 
     def submit(
         self,
@@ -151,6 +171,8 @@ class RolloutGroup:
         adapter: str | Sequence[str | None] | None = None,
     ) -> PendingSamples:
         """:meth:`generate` without waiting. A later push waits for it, so it samples with the present weights."""
+        # Copies: requests are sent later, when engines have room.
+        prompts = [list(prompt) for prompt in prompts]
         engines, n = self.engine_set, sampling.n
         require_tokenizer(self.config, sampling)
         check_prompts(prompts, n, seeds, next(iter(engines.infos.values())))
@@ -236,6 +258,11 @@ class RolloutGroup:
                 raise
 
     def close(self) -> None:
+        self._end_all()
+        # What still starts them must not ask Ray for more when the session ends.
+        wait([self._opened], timeout=CLOSE_SECONDS)
+
+    def _end_all(self) -> None:
         self._closed = True
         self.healing.close()
         self.turns.end(RolloutError("the rollout group is closed"))

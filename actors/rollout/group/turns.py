@@ -369,7 +369,7 @@ def _set(future: Future[Response], answer: Response | RLBackendError) -> None:
 
 
 class PrefixRouter:
-    """Remembers the engines of ``most`` sequences; those not asked for longest are forgotten."""
+    """Remembers the engines of ``most`` sequences; the oldest are forgotten."""
 
     def __init__(self, most: int = 65536) -> None:
         self._most = most

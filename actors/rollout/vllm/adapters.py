@@ -10,13 +10,19 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor
-from vllm.lora.layers import MergedColumnParallelLinearWithLoRA, VocabParallelEmbeddingWithLoRA
+from vllm.lora.layers import (
+    ColumnParallelLinearWithLoRA,
+    FusedMoEWithLoRA,
+    MergedColumnParallelLinearWithLoRA,
+    RowParallelLinearWithLoRA,
+    VocabParallelEmbeddingWithLoRA,
+)
 from vllm.lora.lora_model import LoRAModel
 from vllm.lora.model_manager import LoRAModelManager
 from vllm.lora.worker_manager import WorkerLoRAManager
 
 from actors.rollout.messages import IN_MEMORY
-from actors.rollout.vllm.slots import ModuleSlots, SlotTable
+from actors.rollout.vllm.slots import Cut, ModuleSlots, SlotTable
 from rl_backend.contracts.lora import PEFT_PREFIX, peft_name
 from rl_backend.primitive.adapters import HEAD
 
@@ -140,8 +146,7 @@ def _misfit(table: SlotTable, rank: int, shapes: Mapping[str, tuple[int, ...]]) 
         found = [left.pop(name, None) for name in slots.names]
         if found == [None, None]:
             continue
-        inputs, outputs = slots.sizes
-        for name, shape, expected in zip(slots.names, found, ((rank, inputs), (outputs, rank)), strict=True):
+        for name, shape, expected in zip(slots.names, found, slots.shapes(rank), strict=True):
             if shape is None:
                 return f"{name} is missing"
             if shape != expected:
@@ -155,13 +160,14 @@ def _misfit(table: SlotTable, rank: int, shapes: Mapping[str, tuple[int, ...]]) 
 
 
 def _find_slots(manager: Any, modules_of_checkpoint: Mapping[str, str]) -> SlotTable:
-    modules, others = list[ModuleSlots](), list[Any]()
+    modules, others, mixtures = list[ModuleSlots](), list[Any](), list[Any]()
     for name, layer in manager.modules.items():
         parts = [modules_of_checkpoint.get(part, part) for part in manager.packed_modules.get(name, [name])]
         found = list(_slots_of(layer, parts))
         modules += found
         others += [] if found else [layer]
-    return SlotTable(modules, others)
+        mixtures += [layer] if found and isinstance(layer, FusedMoEWithLoRA) else []
+    return SlotTable(modules, others, mixtures)
 
 
 def _slots_of(layer: Any, parts: Sequence[str]) -> Iterator[ModuleSlots]:
@@ -170,11 +176,19 @@ def _slots_of(layer: Any, parts: Sequence[str]) -> Iterator[ModuleSlots]:
         names = f"{PEFT_PREFIX}{parts[0]}.lora_embedding_A", f"{PEFT_PREFIX}{parts[0]}.lora_embedding_B"
         yield ModuleSlots(parts[0], (a.transpose(1, 2),), (b[:, 0],), names)
         return
+    if type(layer) is FusedMoEWithLoRA:
+        yield from _slots_of_experts(layer, parts)
+        return
     of_a, of_b = ((a,), (b,)) if isinstance(a, Tensor) else (a, b)
     # Of three kinds of outputs and one, as gated DeltaNet has them, the first part has the three.
     more = len(of_a) - len(parts) if isinstance(layer, MergedColumnParallelLinearWithLoRA) else 0
     if len(parts) + more != len(of_a) or more < 0 or of_a[0].dim() != 4:
         return
+    shared = getattr(layer, "tp_size", 1) > 1
+    if shared and len(of_b) == 1 and hasattr(layer.base_layer, "output_sizes"):
+        # Several outputs that one module of the checkpoint has.
+        return
+    cuts = _cuts(layer, of_a, of_b) if shared else []
     for place, part in enumerate(parts):
         own_slices = slice(0, more + 1) if place == 0 else slice(place + more, place + more + 1)
         yield ModuleSlots(
@@ -183,4 +197,41 @@ def _slots_of(layer: Any, parts: Sequence[str]) -> Iterator[ModuleSlots]:
             tuple(each[:, 0] for each in of_b[own_slices]),
             (peft_name(part, is_a=True), peft_name(part, is_a=False)),
             before=parts[0] if more and place else "",
+            cuts=(cuts[0], *cuts[1:][own_slices]) if cuts else (),
         )
+
+
+def _cuts(layer: Any, of_a: Sequence[Tensor], of_b: Sequence[Tensor]) -> list[Cut]:
+    """As vLLM's ``slice_lora_a`` and ``slice_lora_b`` cut: of the inputs, and of the outputs of each slice."""
+    inputs, outputs = of_a[0].shape[-1], [each.shape[-2] for each in of_b]
+    if isinstance(layer, RowParallelLinearWithLoRA):
+        return [_part(layer, inputs), *(Cut(0, size) for size in outputs)]
+    if not isinstance(layer, ColumnParallelLinearWithLoRA):
+        return [Cut(0, size) for size in (inputs, *outputs)]
+    # Workers share the heads of keys and values where there are fewer of them.
+    copies = getattr(layer.base_layer, "num_kv_head_replicas", 1)
+    numbers = getattr(layer, "output_ids", (layer.tp_rank,))
+    return [
+        Cut(0, inputs),
+        *(
+            Cut(number * size, size * layer.tp_size // (copies if place else 1))
+            for place, (number, size) in enumerate(zip(numbers, outputs, strict=True))
+        ),
+    ]
+
+
+def _part(layer: Any, size: int) -> Cut:
+    return Cut(layer.tp_rank * size, layer.tp_size * size)
+
+
+def _slots_of_experts(layer: Any, parts: Sequence[str]) -> Iterator[ModuleSlots]:
+    """Those of experts that share a factor, which every worker has a part of each of; not tried, it needs CUDA."""
+    if not layer.enable_moe_shared_loras or layer.use_ep or len(parts) != 3:
+        return
+    (gate_a, up_a), (gate_b, up_b) = layer.w13_lora_a_stacked, layer.w13_lora_b_stacked
+    (down_a,), (down_b,) = layer.w2_lora_a_stacked, layer.w2_lora_b_stacked
+    for part, a, b in zip(parts, (gate_a, down_a, up_a), (gate_b, down_b, up_b), strict=True):
+        inputs, outputs = a.shape[-1], b.shape[-2]
+        cuts = (_part(layer, inputs), Cut(0, outputs)) if a is down_a else (Cut(0, inputs), _part(layer, outputs))
+        names = peft_name(part, is_a=True), peft_name(part, is_a=False)
+        yield ModuleSlots(part, (a,), (b,), names, cuts=cuts if layer.tp_size > 1 else ())

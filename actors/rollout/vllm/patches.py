@@ -100,7 +100,9 @@ def name_weight_loaders(model: nn.Module) -> None:
 
 
 def keep_adapters_from_experts() -> None:
-    """From now on experts have the kernels that they have without adapters, and take none."""
+    """From now on experts of a CPU have the kernels that they have without adapters, and take none."""
+    if not current_platform.is_cpu():
+        return
     chosen = unquantized_fused_moe_method.select_unquantized_moe_backend
 
     def select(moe_config: Any) -> Any:
@@ -216,7 +218,8 @@ def _tokens_at(log_probs: Tensor, numbers: Tensor) -> Tensor:
     # Rounding must not reach the end, where tokens may follow that have no probability.
     total = ends[:, -1]
     places = torch.minimum(numbers * total, torch.nextafter(total, torch.zeros_like(total)))
-    return torch.searchsorted(ends, places[:, None], right=True).squeeze(-1)
+    # Of numbers that are none, some token: that its log-prob is none is told where responses are read.
+    return torch.searchsorted(ends, places[:, None], right=True).squeeze(-1).clamp(max=ends.shape[-1] - 1)
 
 
 def bind_stores_to_their_address() -> None:

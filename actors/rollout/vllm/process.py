@@ -146,6 +146,9 @@ def _make_llm(config: RolloutConfig, device: str, arguments: dict[str, Any]) -> 
         arguments |= {"enable_lora": True, "max_loras": slots, "max_cpu_loras": slots, "max_lora_rank": rank}
         if device == "cpu":
             arguments |= _targets_on_a_cpu(config, is_moe=EngineArgs(**arguments).create_model_config().is_moe)
+        else:
+            # Experts have one factor together, as tenants with experts_share_factor; dense models have none. Not tried.
+            arguments |= {"enable_moe_shared_loras": True, "enable_mixed_moe_lora_format": True}
     if config.return_routed_experts and not EngineArgs(**arguments).create_model_config().is_moe:
         raise UnsupportedError(
             f"RolloutConfig.return_routed_experts=True: {config.model_path} has no experts; leave it out for a dense model"
@@ -154,12 +157,8 @@ def _make_llm(config: RolloutConfig, device: str, arguments: dict[str, Any]) -> 
 
 
 def _targets_on_a_cpu(config: RolloutConfig, *, is_moe: bool) -> dict[str, Any]:
-    from actors.rollout.vllm.patches import keep_adapters_from_experts
-
     # All modules but experts, whose kernels with adapters need Triton, and the convolution of gated DeltaNet, which is no
     # product of matrices.
-    if is_moe:
-        keep_adapters_from_experts()
     if not has_deltanet(read_hf_config(config.model_path)):
         return {"lora_target_modules": list(_ATTENTION)} if is_moe else {}
     # The feed-forward modules of a mixture are those of its shared expert.

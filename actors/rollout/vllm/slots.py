@@ -19,20 +19,20 @@ class _Place(NamedTuple):
 
     Attributes:
         name: in peft's files.
-        rows: of the factor that are here; None where all are.
+        part: index of what is here of the factor; None where all is.
         is_copy: of what is in another place, too.
         memory, beyond: views of their shape, and of what the slot has between the adapter's rank and the largest.
     """
 
     name: str
-    rows: slice | None
+    part: tuple[Any, ...] | None
     is_copy: bool
     memory: Tensor
     beyond: Tensor | None
 
     def of(self, factors: Mapping[str, Tensor]) -> Tensor | None:
         factor = factors.get(self.name)
-        return factor if factor is None or self.rows is None else factor[self.rows]
+        return factor if factor is None or self.part is None else factor[self.part]
 
 
 class _Slot(NamedTuple):
@@ -56,15 +56,23 @@ class _Slot(NamedTuple):
             yield from ((name, place.memory) for place in self.places[name])
 
 
+class Cut(NamedTuple):
+    """Of a dimension of a factor that workers share, where this one's part begins, and the size of all."""
+
+    first: int
+    whole: int
+
+
 class ModuleSlots(NamedTuple):
-    """What the kernels read for one Hugging Face module.
+    """What the kernels read for one Hugging Face module, or for the stacked ones of experts that share a factor.
 
     Attributes:
         module: its name.
         a, b: for each slice of its outputs (slots, largest rank, inputs) and (slots, outputs, largest rank), views. Every
-            slice has a copy of A.
+            slice has a copy of A. Those of experts have a dimension of experts, or of 1, after that of slots.
         names: of A and B in peft's files.
         before: name of the module without which vLLM finds no place for this one; empty where there is none.
+        cuts: of the inputs, and of the outputs of each slice; empty where this worker has all.
     """
 
     module: str
@@ -72,29 +80,46 @@ class ModuleSlots(NamedTuple):
     b: tuple[Tensor, ...]
     names: tuple[str, str]
     before: str = ""
+    cuts: tuple[Cut, ...] = ()
+
+    def shapes(self, rank: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Of the whole factors of an adapter."""
+        inputs, *outputs = self._cuts
+        a, b = self.a[0].shape[1:-2], self.b[0].shape[1:-2]
+        return (*a, rank, inputs.whole), (*b, sum(cut.whole for cut in outputs), rank)
 
     @property
-    def sizes(self) -> tuple[int, int]:
-        return self.a[0].shape[2], sum(part.shape[1] for part in self.b)
+    def _cuts(self) -> Sequence[Cut]:
+        return self.cuts or [Cut(0, size) for size in (self.a[0].shape[-1], *(part.shape[-2] for part in self.b))]
 
     def places(self, index: int, rank: int) -> Iterator[_Place]:
-        padded = rank < self.a[0].shape[1]
+        padded = rank < self.a[0].shape[-2]
+        cut, *outputs = self._cuts
         for number, part in enumerate(self.a):
-            yield _Place(self.names[0], None, number > 0, part[index, :rank], part[index, rank:] if padded else None)
-        start = 0
-        for part in self.b:
-            rows = slice(start, start := start + part.shape[1]) if len(self.b) > 1 else None
-            yield _Place(self.names[1], rows, False, part[index, :, :rank], part[index, :, rank:] if padded else None)
+            memory, beyond = part[index, ..., :rank, :], part[index, ..., rank:, :] if padded else None
+            columns = (..., slice(cut.first, cut.first + part.shape[-1])) if part.shape[-1] < cut.whole else None
+            yield _Place(self.names[0], columns, number > 0, memory, beyond)
+        start, whole = 0, sum(cut.whole for cut in outputs)
+        for cut, part in zip(outputs, self.b, strict=True):
+            memory, beyond = part[index, ..., :rank], part[index, ..., rank:] if padded else None
+            first = start + cut.first
+            rows = (..., slice(first, first + part.shape[-2]), slice(None)) if part.shape[-2] < whole else None
+            yield _Place(self.names[1], rows, False, memory, beyond)
+            start += cut.whole
 
 
 @dataclass(frozen=True, eq=False)
 class SlotTable:
-    """The slots of every module of an engine. ``others`` are layers that vLLM fuses in parts of its own: their slots
-    stay empty.
+    """The slots of every module of an engine.
+
+    Attributes:
+        others: layers that vLLM fuses in parts of its own: their slots stay empty.
+        mixtures: layers of experts that share a factor, which compute with a slot only when they are told to.
     """
 
     modules: Sequence[ModuleSlots]
     others: Sequence[Any]
+    mixtures: Sequence[Any] = ()
     # By slot and rank: the places are looked for once.
     _slots: dict[tuple[int, int], _Slot] = field(default_factory=dict)
 
@@ -122,11 +147,15 @@ class SlotTable:
             torch._foreach_copy_(memory, written)
         for layer in self.others:
             layer.reset_lora(index)
+        for layer in self.mixtures:
+            layer.adapter_enabled[index] = 1
 
     def digest(self, index: int, rank: int, factors: Mapping[str, Tensor]) -> str:
         """The digest of the adapter in a slot; empty where it holds more. Of ``factors`` only names, shapes and dtypes
         are read.
         """
+        if any(slots.cuts for slots in self.modules):
+            return "" if self.difference(index, rank, factors) else factor_digest(factors, factors.values())
         slot = self._slot(index, rank)
         if not all(map(is_zero, slot.beyond)) or not all(is_zero(memory) for _, memory in slot.absent(factors)):
             return ""

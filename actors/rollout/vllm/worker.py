@@ -35,6 +35,7 @@ from actors.rollout.vllm.expected import EngineParameters
 from actors.rollout.vllm.patches import (
     bind_stores_to_their_address,
     draw_one_number_for_a_token,
+    keep_adapters_from_experts,
     load_through_loaders,
     multiply_adapters_once_for_all_rows,
     name_weight_loaders,
@@ -211,6 +212,7 @@ if BACKEND not in WeightTransferEngineFactory._registry:
     rotate_views_outside_the_kernel()
     route_by_sigmoid_without_groups()
     load_through_loaders()
+    keep_adapters_from_experts()
     multiply_adapters_once_for_all_rows()
     turn_generators_back()
     draw_one_number_for_a_token()

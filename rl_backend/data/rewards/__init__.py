@@ -5,7 +5,7 @@ from rl_backend.data.rewards.function import OnFailure as OnFailure
 from rl_backend.data.rewards.function import RewardCall as RewardCall
 from rl_backend.data.rewards.function import RewardFunction as RewardFunction
 from rl_backend.data.rewards.function import Score as Score
-from rl_backend.data.rewards.function import load_reward_function as load_reward_function
+from rl_backend.data.rewards.function import load_reward as load_reward
 from rl_backend.data.rewards.function import reward_metrics as reward_metrics
 from rl_backend.data.rewards.function import score_value as score_value
 from rl_backend.data.rewards.scorer import RewardConfig as RewardConfig

@@ -187,7 +187,7 @@ class LoadedReward:
     """A function of a run's reward.
 
     Attributes:
-        spec: as :func:`load_reward_function` takes it; another process finds the function by it.
+        spec: as :func:`load_reward` takes it; another process finds the function by it.
         name: begins the names of its metrics; empty for the only function of a run.
         weight: of its score in the reward.
     """
@@ -276,14 +276,6 @@ def load_reward(spec: str, *, field: str = "reward function", name: str = "", we
         problem = f"takes {', '.join(asked)}; a run gives {', '.join(_GIVEN_TO_ALL)} and the data set's other columns"
         raise ConfigError.of(field, spec, f"{problem}: take these, or give a default")
     return LoadedReward(cast(RewardFunction, function), spec, name, weight)
-
-
-def load_reward_function(spec: str, *, field: str = "reward function") -> RewardFunction:
-    """Imports a reward function; raises :class:`ConfigError` for one that cannot be loaded or called as verl calls it."""
-    loaded = load_reward(spec, field=field)
-    if loaded.is_batched:
-        raise ConfigError.of(field, spec, f"must take {VERLS_SIGNATURE}; it has the parameter completions of TRL's")
-    return cast(RewardFunction, loaded.function)
 
 
 def _required(parameters: Mapping[str, inspect.Parameter]) -> list[str]:

@@ -6,7 +6,7 @@ import asyncio
 import re
 import threading
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
@@ -242,10 +242,12 @@ class RewardScorer:
         if isinstance(result, _Failure) or not self.rewards[index].is_batched:
             return [self._judged_one(call, index, result) for call in calls]
         try:
-            # The elements of a tensor or an array; a text or a mapping is no list of numbers, though it has elements.
-            results = None if isinstance(result, str | Mapping) else list(result)
+            # The elements of a tensor or an array; texts, mappings and sets have elements too, and are no lists of numbers.
+            results = None if isinstance(result, str | Mapping | Set) else list(result)
         except TypeError:
             results = None
+        except Exception as error:  # noqa: BLE001 of a generator, which runs now
+            results = [_failure(Raised(error))] * len(calls)
         if results is None or len(results) != len(calls):
             returned = f"a {type(result).__name__}" if results is None else f"{len(results)} numbers"
             problem = f"returned {returned} for {len(calls)} responses; have it return a list with a number for each"
@@ -329,6 +331,8 @@ class Scoring:
             try:
                 return there.result(timeout=BEAT_SECONDS)
             except TimeoutError:
+                if there.done():  # or it is what the calls have raised
+                    return there.result()
                 self._scorer._require_beat()
 
 

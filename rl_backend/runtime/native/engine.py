@@ -13,6 +13,7 @@ from rl_backend.contracts import (
     Head,
     NativeConfig,
     RuntimeConfig,
+    TensorPart,
     WeightShard,
 )
 from rl_backend.parallel.groups import ParallelGroups, close_groups, open_groups, training_device
@@ -21,7 +22,7 @@ from rl_backend.runtime.export_stream import WeightStream
 from rl_backend.runtime.guarded import GuardedRuntime
 from rl_backend.runtime.native.build import build_handle
 from rl_backend.runtime.native.checkpoints import all_tensors, load_training_checkpoint, training_manifest
-from rl_backend.runtime.native.export import export_gradients, export_shards, export_weights
+from rl_backend.runtime.native.export import export_gradients, export_shards, export_weights, shard_infos
 from rl_backend.runtime.native.forward_backward import record_activations, run_micro_batches, run_pipeline
 from rl_backend.runtime.native.handle import NativeHandle
 from rl_backend.runtime.native.layout import has_last_stage
@@ -71,6 +72,9 @@ class NativeEngine(Engine[NativeHandle]):
 
     def shards(self, handle: NativeHandle, dtype: torch.dtype | None) -> Iterator[WeightShard]:
         return export_shards(handle, dtype)
+
+    def shard_infos(self, handle: NativeHandle, dtype: torch.dtype | None) -> tuple[TensorPart, ...]:
+        return shard_infos(handle, dtype)
 
     def gather_gradients(self, handle: NativeHandle, names: Collection[str] | None) -> WeightStream:
         return export_gradients(handle, names)

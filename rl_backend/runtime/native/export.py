@@ -3,17 +3,17 @@
 import itertools
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, replace
+from functools import lru_cache, partial
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rl_backend.contracts import WeightName, WeightShard, export_dtype, stored_names, stored_tensors
+from rl_backend.contracts import TensorPart, WeightName, WeightShard, export_dtype, stored_names, stored_tensors
 from rl_backend.parallel.collectives import all_gather_into
-from rl_backend.parallel.shards import Region, ShardLayout, local_region, local_tensor
+from rl_backend.parallel.shards import Region, ShardLayout, choose_senders, local_region, local_tensor
 from rl_backend.runtime.export_stream import WeightStream, plan_buckets, require_known_names, start_stream
 from rl_backend.runtime.native.handle import NativeHandle
 from rl_backend.runtime.native.layout import TensorLayout
@@ -40,15 +40,24 @@ def export_weights(
 
 
 def export_shards(handle: NativeHandle, dtype: torch.dtype | None) -> Iterator[WeightShard]:
-    """This rank's part of every weight, without parts that a lower rank already holds. Not a collective."""
+    """This rank's part of every weight, without parts that another rank sends. Not a collective."""
     for weight in sharded_weights(handle.parameters, handle.weight_names, handle.layouts, dtype=dtype, only=None):
         mine = next((part for part in weight.parts if part.rank == dist.get_rank()), None)
         if mine is None:
             nothing = torch.empty(0, dtype=weight.dtype, device=handle.groups.device)
             yield WeightShard(weight.name, weight.shape, (0,) * len(weight.shape), nothing)
         else:
-            offset = tuple(part.start for part in mine.region)
-            yield WeightShard(weight.name, weight.shape, offset, weight.held().to(weight.dtype))
+            yield WeightShard(weight.name, weight.shape, mine.start, weight.held().to(weight.dtype))
+
+
+def shard_infos(handle: NativeHandle, dtype: torch.dtype | None) -> tuple[TensorPart, ...]:
+    """What :func:`export_shards` gives on all ranks."""
+    weights = sharded_weights({}, handle.weight_names, handle.layouts, dtype=dtype, only=None)
+    return tuple(
+        TensorPart.of(weight.name, part.shape, weight.dtype, whole=weight.shape, start=part.start, rank=part.rank)
+        for weight in weights
+        for part in weight.parts
+    )
 
 
 def export_gradients(handle: NativeHandle, only: Collection[str] | None) -> WeightStream:
@@ -75,6 +84,10 @@ class Part(NamedTuple):
 
     rank: int
     region: Region
+
+    @property
+    def start(self) -> tuple[int, ...]:
+        return tuple(part.start for part in self.region)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -128,36 +141,49 @@ def sharded_weights(
 ) -> list[ShardedWeight]:
     """Every Hugging Face tensor of ``names``, or those of ``only``, in order, the same on every rank. Not a collective.
 
+    Of ranks that have copies of a rectangle one sends it, so that all send about equally much.
+
     Args:
         tensors: name in the module -> parameter or gradient, of those that this rank has.
         layouts: of all of ``names``.
         dtype: None takes the parameters'. Those that are computed with in float32 are exported in no less.
     """
-    weights = []
+    weights: list[ShardedWeight] = []
+    rectangles: list[list[_Rectangle]] = []
     for key, name in names.items():
         wanted = [(index, stored) for index, stored in stored_tensors(name) if only is None or stored in only]
         if not wanted:
             continue
         layout, num_packed = layouts[key], len(wanted[0][0])
-        shape, parts, tensor = layout.shards.shape[num_packed:], _parts(layout.shards, num_packed), tensors.get(key)
+        shape, found, tensor = layout.shards.shape[num_packed:], _rectangles(layout.shards, num_packed), tensors.get(key)
         first = () if tensor is None else local_region(tensor)
         exported = layout.dtype if dtype is None else export_dtype(dtype, in_float32=layout.in_float32)
         for index, stored in wanted:
             place = tuple(number - part.start for number, part in zip(index, first, strict=False))
-            weights.append(ShardedWeight(stored, shape, exported, parts[index], tensor, place))
-    return weights
+            weights.append(ShardedWeight(stored, shape, exported, (), tensor, place))
+            rectangles.append(found[index])
+    every = list(itertools.chain.from_iterable(rectangles))
+    senders = iter(choose_senders([(Part(0, region).numel, ranks) for region, ranks in every]))
+    return [
+        replace(weight, parts=tuple(Part(next(senders), region) for region, _ in of_weight))
+        for weight, of_weight in zip(weights, rectangles, strict=True)
+    ]
 
 
-def _parts(layout: ShardLayout, num_packed: int) -> dict[tuple[int, ...], tuple[Part, ...]]:
-    """Parts by the place of a weight in the first ``num_packed`` dimensions."""
-    found: dict[tuple[int, ...], list[Part]] = {
+type _Rectangle = tuple[Region, Sequence[int]]  # with the ranks that have it
+
+
+@lru_cache(256)  # layers are alike
+def _rectangles(layout: ShardLayout, num_packed: int) -> dict[tuple[int, ...], list[_Rectangle]]:
+    """Those of each weight, by its place in the first ``num_packed`` dimensions."""
+    found: dict[tuple[int, ...], list[_Rectangle]] = {
         index: [] for index in itertools.product(*map(range, layout.shape[:num_packed]))
     }
-    for rank, region in layout.parts():
+    for region, ranks in layout.copies().items():
         packed, inner = region[:num_packed], region[num_packed:]
         for index in itertools.product(*(range(part.start, part.stop) for part in packed)):
-            found[index].append(Part(rank, inner))
-    return {index: tuple(parts) for index, parts in found.items()}
+            found[index].append((inner, ranks))
+    return found
 
 
 def gather_weights(

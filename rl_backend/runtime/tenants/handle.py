@@ -28,7 +28,7 @@ from rl_backend.contracts import (
 from rl_backend.contracts.atoms import Part
 from rl_backend.contracts.lora import PEFT_PREFIX, LoRAConfig, LoRAInfo, LoRAKind
 from rl_backend.lora.modules import AdaptedModule
-from rl_backend.lora.rows import Section, TenantRows, factors_of, head_parameters
+from rl_backend.lora.rows import Section, TenantRows, factors_of_rank, head_parameters
 from rl_backend.parallel.collectives import all_gather
 from rl_backend.runtime.adaptable import Adaptable, RowGroups
 from rl_backend.runtime.handle import GuardedHandle, require_head
@@ -209,11 +209,9 @@ class TenantHandle(GuardedHandle[TenantOptimizer]):
     def saved_shapes(self) -> dict[str, tuple[int, ...]]:
         adaptable = self.model.adaptable
         assert adaptable is not None, "the base of a tenant"
-        found = dict[str, tuple[int, ...]]()
-        for name, kind in self.kinds.items():
-            inputs, outputs = adaptable.sizes[name]
-            whole = AdaptedModule(name, kind, inputs, outputs, (0, inputs), (0, outputs))
-            found |= {tensor.name: tensor.size for tensor in factors_of(whole, self.lora)}
+        sizes = ((name, kind, *adaptable.sizes[name]) for name, kind in self.kinds.items())
+        whole = (AdaptedModule(name, kind, a, b, (0, a), (0, b)) for name, kind, a, b in sizes)
+        found = {tensor.name: tensor.size for tensor in factors_of_rank(whole, self.lora, self.kinds)}
         return found | {PEFT_PREFIX + name: shape for name, shape in self.head_shapes.items()}
 
     @cached_property

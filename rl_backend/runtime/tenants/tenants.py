@@ -28,7 +28,7 @@ from rl_backend.contracts.atoms import Atom, Needs
 from rl_backend.contracts.lora import PEFT_PREFIX, LoRAConfig, part_name
 from rl_backend.lora.factors import WholeTensors, merged_weights, whole_tensors
 from rl_backend.lora.modules import modules_of_rank, require_trainable, select_modules
-from rl_backend.lora.rows import RowTensor, TenantRows, factors_of, head_parameters
+from rl_backend.lora.rows import RowTensor, TenantRows, factors_of_rank, head_parameters
 from rl_backend.runtime.adaptable import RowGroups
 from rl_backend.runtime.engine import Engine
 from rl_backend.runtime.export_stream import WeightStream, require_known_names
@@ -112,7 +112,7 @@ class Tenants:
         require_tenant(base, adaptable, head)
         modules = select_modules(lora, adaptable.kinds)
         require_trainable(lora, modules, adaptable.kinds)
-        tensors = [each for module in modules_of_rank(modules, adaptable.held) for each in factors_of(module, lora)]
+        tensors = factors_of_rank(modules_of_rank(modules, adaptable.held), lora, adaptable.kinds)
         own_head = head_parameters(adaptable.value_head) if head == "values" and adaptable.value_head is not None else ()
         tensors += own_head if adaptable.holds_head else ()
         groups = RowGroups.of(adaptable, base.groups.dp_size)

@@ -285,4 +285,12 @@ FAULTS = [
         ("test_a_system_message_anywhere_in_a_row_takes_the_place_of_the_runs_own",),
         "a row with a system message of its own would get a second one",
     ),
+    Fault(
+        "answers-judged-with-the-options-of-other-questions",
+        "rl_backend.data.gym:_score",
+        '_opened(entry.pop("gym", PREFIX + task))',
+        "_opened(PREFIX + task)",
+        ("test_answers_are_judged_with_the_options_that_made_the_question",),
+        "right answers to questions of other sizes than a task's usual ones would count as wrong",
+    ),
 ]

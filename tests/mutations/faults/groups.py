@@ -106,8 +106,8 @@ FAULTS = [
     Fault(
         "share-of-a-gpu-over-what-is-given",
         "actors.rollout.placement:with_share",
-        'if share.gpus and not config.is_set("gpus_per_worker"):',
-        "if share.gpus:",
+        'if gpus and not config.is_set("gpus_per_worker"):',
+        "if gpus:",
         ("test_engines_take_their_share_of_the_cluster_where_they_do_not_say_otherwise",),
         "engines would take another share of a GPU than they were given",
     ),

@@ -15,6 +15,14 @@ _PARITY = "test_lora_parity.py::test_tenants_in_one_batch_train_as_peft_does_one
 
 FAULTS = [
     Fault(
+        "shared-factor-of-experts-summed-as-those-of-one-expert",
+        "rl_backend.lora.rows:_stacked",
+        "module=replace(own.module, is_expert=not shared),",
+        "module=own.module,",
+        ("test_experts_that_share_a_factor_have_their_others_in_one_tensor_and_sum_the_shared_one_with_all_ranks",),
+        "ranks with other experts would step what all share apart from each other",
+    ),
+    Fault(
         "adapters-of-a-later-start-read-onto-the-plain-base",
         "rl_backend.checkpoint.peft_files:_require_plain",
         "initial.lower() not in _SAME_BASE",

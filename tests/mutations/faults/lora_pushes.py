@@ -6,6 +6,22 @@ from tests.mutations.fault import Fault
 
 FAULTS = [
     Fault(
+        "every-worker-holds-the-first-part",
+        "actors.rollout.vllm.slots:ModuleSlots.places",
+        "first = start + cut.first",
+        "first = start",
+        ("test_a_worker_holds_the_parts_of_factors_that_vllm_would_give_it",),
+        "the workers of an engine would serve an adapter of wrong parts",
+    ),
+    Fault(
+        "only-the-first-worker-is-asked",
+        "actors.rollout.engine.adapters:AdapterStore._check",
+        'next(filter(None, self._vllm.ask_workers(method, *args)), "")',
+        "self._vllm.ask_workers(method, *args)[0]",
+        ("test_what_the_kernels_do_not_hold_is_not_served",),
+        "what another worker of an engine holds would be served unseen",
+    ),
+    Fault(
         "rows-of-other-adapters-get-the-first",
         "actors.rollout.vllm.patches:_product",
         "if first == last:",

@@ -221,8 +221,8 @@ FAULTS = [
     Fault(
         "export-keeps-the-parameters-dtype",
         "rl_backend.runtime.native.export:export_shards",
-        "yield WeightShard(weight.name, weight.shape, offset, weight.held().to(weight.dtype))",
-        "yield WeightShard(weight.name, weight.shape, offset, weight.held())",
+        "yield WeightShard(weight.name, weight.shape, mine.start, weight.held().to(weight.dtype))",
+        "yield WeightShard(weight.name, weight.shape, mine.start, weight.held())",
         ("test_shares_are_the_weights_in_the_dtype_asked_for",),
         "engines would get float32 where bfloat16 was asked for",
     ),

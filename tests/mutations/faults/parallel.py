@@ -204,8 +204,8 @@ FAULTS = [
     Fault(
         "packed-experts-all-the-first",
         "rl_backend.runtime.native.export:sharded_weights",
-        "weights.append(ShardedWeight(stored, shape, exported, parts[index], tensor, place))",
-        "weights.append(ShardedWeight(stored, shape, exported, parts[index], tensor, (0,) * len(place)))",
+        "weights.append(ShardedWeight(stored, shape, exported, (), tensor, place))",
+        "weights.append(ShardedWeight(stored, shape, exported, (), tensor, (0,) * len(place)))",
         ("test_packed_experts_are_exported_as_the_directory_holds_them[mixtral-32768-1]",),
         "every expert would be exported as the first",
     ),

@@ -62,7 +62,7 @@ FAULTS = [
     ),
     Fault(
         "shifted-box-covers-dimension",
-        "rl_backend.checkpoint.metadata_unpickler:covers_once",
+        "rl_backend.parallel.shards:covers_once",
         "offsets[dimension] != 0 or sizes[dimension] != size",
         "sizes[dimension] != size",
         ("test_equal_sums_of_sizes_do_not_make_a_cover",),

@@ -6,6 +6,22 @@ from tests.mutations.fault import Fault
 
 FAULTS = [
     Fault(
+        "gradients-stay-after-a-step",
+        "rl_backend.runtime.guarded:GuardedRuntime.optimizer_step",
+        "if zero_grad:",
+        "if False:",
+        ("test_a_step_leaves_no_gradients",),
+        "a client's next step would be taken with the gradients of the one before",
+    ),
+    Fault(
+        "engines-are-waited-for-at-once",
+        "actors.rollout.group.group:RolloutGroup.__init__",
+        "if wait:",
+        "if True:",
+        ("test_engines_that_are_not_waited_for_start_meanwhile_and_what_kept_them_is_raised_where_they_are_joined",),
+        "a server would start in the time of its ranks and of its engines together",
+    ),
+    Fault(
         "one-text-fails-the-log-probs-of-others",
         "actors.serve.training:Training._read_together",
         "if len(readings) == 1:",
@@ -48,8 +64,8 @@ FAULTS = [
     Fault(
         "a-server-ends-while-engines-are-replaced",
         "actors.serve.command:_until_lost",
-        "server.sampling.require_hope()",
-        "server.sampling._rollout.engine_set.living()",
+        "model.sampling.require_hope()",
+        "model.sampling._rollout.engine_set.living()",
         ("test_a_server_without_engines_goes_on_as_long_as_others_may_take_their_place",),
         "runs of all clients would be over because an engine was started again",
     ),
@@ -87,7 +103,7 @@ FAULTS = [
     ),
     Fault(
         "next-request-refused-for-those-that-wait-for-it",
-        "actors.serve.training:Training.has_room",
+        "actors.serve.training:Training.is_next",
         "run is None or seq_id <= run.next_seq",
         "run is None",
         ("test_what_waits_is_bounded_and_what_is_next_always_comes_in",),
@@ -108,6 +124,30 @@ FAULTS = [
         "True",
         ("test_a_key_never_sees_what_another_has",),
         "whoever guesses a path would have another's weights",
+    ),
+    Fault(
+        "checkpoints-of-another-model-load",
+        "actors.serve.server:Server._load",
+        "found['base_model'] != model.name",
+        "False",
+        ("test_a_checkpoint_of_one_model_is_refused_for_another_by_name",),
+        "a run would go on with an adapter that was trained over other weights",
+    ),
+    Fault(
+        "what-waits-is-counted-for-each-model",
+        "actors.serve.server:Server.submit",
+        "sum(model.training.waiting_bytes for model in self.models.values())",
+        "training.waiting_bytes",
+        ("test_what_waits_is_bounded_for_all_models_together",),
+        "requests that wait would take as many times the memory as there are models",
+    ),
+    Fault(
+        "ranks-of-one-model-are-counted",
+        "actors.serve.command:open_server",
+        "options.ranks * len(folders)",
+        "options.ranks",
+        ("test_what_all_models_take_is_counted_and_refused_before_anything_starts",),
+        "the last model would find no room after the others were loaded",
     ),
     Fault(
         "lifetimes-are-forgotten",
@@ -167,9 +207,9 @@ FAULTS = [
     ),
     Fault(
         "steps-take-the-values-of-others",
-        "actors.serve.training:Training._stepped",
-        "step.result()[place]",
-        "step.result()[0]",
+        "actors.serve.training:Training._settle",
+        "zip(runs, sent.result(), strict=True)",
+        "zip(runs, sent.result()[:1] * len(runs), strict=True)",
         ("test_clients_at_one_time_get_the_bits_that_each_has_alone",),
         "a client would be told another's gradient norm",
     ),

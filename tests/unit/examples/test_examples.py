@@ -26,8 +26,9 @@ from examples.grpo import GRPOConfig
 from examples.ppo import PPOConfig
 from examples.sft import SFTConfig
 from rl_backend.contracts import BaseConfig, BatchError, ConfigError, OptimizerConfig, ParallelConfig, RuntimeConfig
-from rl_backend.data.examples import DataConfig
-from rl_backend.data.prompts import Prompt, PromptExample, encode_text, endless_batches, load_prompts, load_tokenizer
+from rl_backend.data.chat_template import encode_text
+from rl_backend.data.examples import DataConfig, PromptExample
+from rl_backend.data.prompts import Prompt, endless_batches, load_prompts, load_tokenizer
 from rl_backend.data.rewards import LoadedReward, RewardScorer
 from rl_backend.options.command_line import parse_config
 from rl_backend.runtime.bridge.config import BridgeConfig

@@ -14,6 +14,7 @@ import psutil
 import pytest
 
 from tests.support.claims import ROOT
+from tests.support.matrix import sampled
 
 SECONDS = 5.0
 """How long the processes may take to end."""
@@ -120,7 +121,11 @@ time.sleep(0.5)
     "failures: processes of rewards, comparisons, benchmarks and tests end within 5 s of the kill -9 of their parent"
 )
 @pytest.mark.parametrize(
-    ("name", "number"), [("benchmark_of_pipelines", signal.SIGTERM), *((name, signal.SIGKILL) for name in PROGRAMS)]
+    ("name", "number"),
+    sampled(
+        [("benchmark_of_pipelines", signal.SIGTERM), *((name, signal.SIGKILL) for name in PROGRAMS)],
+        *((name, signal.SIGKILL) for name in ("forks", "reward_functions", "sides_of_a_comparison", "pool_of_ranks")),
+    ),
 )
 def test_no_child_is_left_five_seconds_after_the_end_of_its_parent(name: str, number: int, tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "unwritten")

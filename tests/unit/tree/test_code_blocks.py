@@ -18,7 +18,7 @@ from actors.run import parse_config
 from rl_backend.cli import main as command_line
 from rl_backend.cli.example import EXAMPLES
 from rl_backend.contracts import ConfigError, NativeConfig, ParallelConfig
-from rl_backend.data.prompts import read_examples
+from rl_backend.data.examples import read_examples
 from rl_backend.model.blocks import require_divided
 from tests.mutations import reach, waves
 from tests.mutations.check import problems

@@ -37,7 +37,7 @@ STAGES = {
         f"type(RuntimeConfig(hf_path='x', backend_cfg={MIXTURE}).backend_cfg.model_cfg).__name__",
     ),
     "every public name": Stage("from rl_backend import *", HEAVY),
-    "data and rewards of verl": Stage("import adapters.verl", frozenset({"verl"})),
+    "the adapter of verl": Stage("import adapters.verl", HEAVY),
     "flags of a run": Stage(
         f"from actors.run import parse_config; from examples.grpo import GRPOConfig; parse_config(GRPOConfig, '', {FLAGS})",
         frozenset({"megatron", "tensorboard", "transformers", "vllm"}),

@@ -18,7 +18,8 @@ from actors.options.sampled_config import RLConfig
 from actors.rollout.messages import VersionSpan
 from actors.watch.metrics import Clock
 from rl_backend.contracts import RewardError, WeightVersionError
-from rl_backend.data.prompts import Prompt, PromptExample
+from rl_backend.data.examples import PromptExample
+from rl_backend.data.prompts import Prompt
 from rl_backend.data.rewards import LoadedReward, RewardScorer
 
 GOOD, BAD, WRONG = [1], [0], [7]

@@ -16,7 +16,8 @@ from actors.options.eval_sets import EvalSet, sets_by_name
 from actors.rollout.config import SamplingConfig
 from actors.rollout.messages import Sample, VersionSpan
 from rl_backend.contracts import ConfigError, WeightVersionError
-from rl_backend.data.prompts import Prompt, PromptExample
+from rl_backend.data.examples import PromptExample
+from rl_backend.data.prompts import Prompt
 from rl_backend.data.rewards import LoadedReward, RewardScorer, Score
 
 RUN = SamplingConfig(

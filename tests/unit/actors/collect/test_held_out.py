@@ -32,7 +32,8 @@ from examples.grpo import GRPOConfig
 from rl_backend.checkpoint.hf_reader import SINGLE_FILE
 from rl_backend.contracts import BatchError, CheckpointError, ConfigError
 from rl_backend.data import prompts as prompts_module
-from rl_backend.data.prompts import Prompt, PromptExample, load_tokenizer
+from rl_backend.data.examples import PromptExample
+from rl_backend.data.prompts import Prompt, load_tokenizer
 from rl_backend.data.rewards import LoadedReward, RewardScorer
 from rl_backend.lab.text import json_text
 from tests.support.page import read_page

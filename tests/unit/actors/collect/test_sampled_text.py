@@ -17,7 +17,8 @@ from actors.collect.held_out import HeldOutEpisodes, HeldOutResult, HeldOutSet
 from actors.collect.sample_metrics import score
 from actors.collect.transcripts import describe_episodes, describe_samples, transcript
 from rl_backend.data.chat_template import decode
-from rl_backend.data.prompts import Prompt, PromptExample
+from rl_backend.data.examples import PromptExample
+from rl_backend.data.prompts import Prompt
 from rl_backend.data.rewards import RewardConfig
 from rl_backend.environment import Turn
 from rl_backend.environment.rendering import ChatRenderer

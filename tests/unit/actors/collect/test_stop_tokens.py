@@ -14,8 +14,8 @@ from actors.rollout.config import SamplingConfig
 from actors.watch.metrics import Clock
 from rl_backend.contracts import BatchError, ConfigError
 from rl_backend.data.chat_template import ChatTemplate
-from rl_backend.data.examples import DataConfig
-from rl_backend.data.prompts import Prompt, PromptExample
+from rl_backend.data.examples import DataConfig, PromptExample
+from rl_backend.data.prompts import Prompt
 from rl_backend.trace.recorder import recorder
 from tests.support.chat_templates import CHATML, chat_tokenizer
 

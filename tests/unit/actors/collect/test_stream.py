@@ -21,7 +21,8 @@ from actors.folder.checkpoints import StreamPosition, load_drawn, save_drawn
 from actors.rollout.group.calls import PendingSamples
 from actors.rollout.messages import Response, Routes, VersionSpan, sample_seeds
 from rl_backend.contracts import CheckpointError, EngineDeadError
-from rl_backend.data.prompts import Prompt, PromptExample
+from rl_backend.data.examples import PromptExample
+from rl_backend.data.prompts import Prompt
 from tests.support.actors_in_process import until
 from tests.support.submitted import Submitted
 
@@ -206,7 +207,7 @@ def test_a_push_waits_for_whichever_batch_is_being_sampled() -> None:
     engines = Engines()
     with stream_of(engines, ahead=2) as stream:
         stream.next()
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 60
         while len(engines.begun) < 3 or not engines.idle:
             assert time.monotonic() < deadline
             time.sleep(0.01)

@@ -13,7 +13,8 @@ from actors.folder.checkpoints import StreamPosition, load_drawn, save_drawn
 from actors.rollout.config import SamplingConfig
 from actors.rollout.messages import Sample, VersionSpan, sample_seed
 from rl_backend.contracts import CheckpointError, RunFolderError
-from rl_backend.data.prompts import Prompt, PromptExample
+from rl_backend.data.examples import PromptExample
+from rl_backend.data.prompts import Prompt
 from tests.support.submitted import Submitted
 
 BATCHES = [

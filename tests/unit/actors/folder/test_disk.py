@@ -23,6 +23,7 @@ from examples.demo.task import write_task
 from rl_backend.checkpoint.peft_files import write_peft_directory
 from rl_backend.contracts import BaseConfig, CheckpointError, ConfigError, RunFolderError
 from rl_backend.contracts.lora import LoRAConfig
+from tests.support.matrix import sampled
 from tests.support.native import open_runtime
 
 pytestmark = pytest.mark.filterwarnings(
@@ -198,8 +199,13 @@ def test_a_very_long_error_fits_in_the_last_state(tmp_path: Path) -> None:
     assert not (tmp_path / ".run.json.spare").exists()
 
 
-@pytest.mark.parametrize("train", [grpo.train, ppo.train, sft.train])
-@pytest.mark.parametrize("in_use", [True, False])
+@pytest.mark.parametrize(
+    ("train", "in_use"),
+    sampled(
+        [(train, in_use) for train in (grpo.train, ppo.train, sft.train) for in_use in (True, False)],
+        *((grpo.train, True), (sft.train, False)),
+    ),
+)
 def test_the_folder_is_tried_and_locked_before_anything_is_started(
     tmp_path: Path, train: Any, in_use: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -155,6 +155,19 @@ def test_a_folder_is_used_once_a_step_was_taken_or_a_checkpoint_saved(
             require_new_run(tmp_path)
 
 
+@pytest.mark.parametrize("name", ["config.json", "samples.jsonl", "held_out.jsonl"])
+def test_a_run_does_not_replace_what_is_none_of_a_run(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_text("")
+    require_new_run(tmp_path)
+    (tmp_path / name).write_text('{\n  "model_type": "llama"\n}')
+    with pytest.raises(ConfigError, match=rf"^run_dir='{tmp_path}': has a {name} that the run would replace"):
+        require_new_run(tmp_path)
+    (tmp_path / "run.json").write_text("{}")
+    require_new_run(tmp_path)
+    (tmp_path / "run.json").write_text("{}")
+    require_new_run(tmp_path)
+
+
 def test_a_start_knows_its_step_its_folder_and_its_state(tmp_path: Path) -> None:
     checkpoint: Any = type("Checkpoint", (), {"step": 7, "path": tmp_path, "state": {"mine": {"a": 1}, "odd": [1]}})()
     begin, going = RunStart(), RunStart(checkpoint)

@@ -29,30 +29,44 @@ from tests.support.clusters import ROOT
 from tests.support.page import read_page
 
 SECONDS = 60.0
-RUN = """
-import sys, time
+RUNS = """
+import os, signal, sys, time
 from actors.folder.folder import RunFolder
 from rl_backend.contracts import BaseConfig
 
 class Options(BaseConfig):
     steps: int = 3
 
-with RunFolder(sys.argv[1], Options()) as folder:
-    folder.log(1, {"reward": 0.5})
-    print("logged", flush=True)
-    time.sleep(600)
+signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for them
+for line in sys.stdin:
+    if os.fork() == 0:
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        os.setsid()
+        with RunFolder(line.rstrip(), Options()) as folder:
+            folder.log(1, {"reward": 0.5})
+            print(os.getpid(), flush=True)
+            time.sleep(600)
 """
+"""Forks a run into each folder that it reads, when it has imported what they need once."""
+
+
+@pytest.fixture(scope="module")
+def runs() -> Iterator[subprocess.Popen[str]]:
+    pipe = subprocess.PIPE
+    with subprocess.Popen([sys.executable, "-c", RUNS], cwd=ROOT, stdin=pipe, stdout=pipe, text=True) as process:
+        yield process
+        process.kill()
 
 
 @pytest.fixture
-def going(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
+def going(runs: subprocess.Popen[str], tmp_path: Path) -> Iterator[psutil.Process]:
     """A run in ``tmp_path`` that has logged a step and goes on."""
-    with subprocess.Popen(
-        [sys.executable, "-c", RUN, str(tmp_path)], cwd=ROOT, stdout=subprocess.PIPE, text=True, start_new_session=True
-    ) as process:
-        assert process.stdout is not None
-        assert process.stdout.readline() == "logged\n"
-        yield process
+    assert runs.stdin is not None and runs.stdout is not None
+    runs.stdin.write(f"{tmp_path}\n")
+    runs.stdin.flush()
+    process = psutil.Process(int(runs.stdout.readline()))
+    yield process
+    with suppress(psutil.NoSuchProcess):
         process.kill()
 
 
@@ -93,7 +107,7 @@ def wait_until(condition: Callable[[], bool]) -> None:
 
 
 @pytest.mark.shows("reading a run: run.json and the report say that a killed run was killed")
-def test_a_run_that_was_killed_is_said_to_be(going: subprocess.Popen[str], tmp_path: Path) -> None:
+def test_a_run_that_was_killed_is_said_to_be(going: psutil.Process, tmp_path: Path) -> None:
     assert shown_state(tmp_path) == "running"
     before = facts(tmp_path)
     assert (before["state"], before["ended"]) == ("running", None)
@@ -154,7 +168,7 @@ def test_what_a_killed_run_has_started_through_ray_is_ended_and_its_memory_remov
                     os.kill(int(pid), signal.SIGKILL)
 
 
-def test_until_the_watcher_has_written_or_without_it_readers_find_out(going: subprocess.Popen[str], tmp_path: Path) -> None:
+def test_until_the_watcher_has_written_or_without_it_readers_find_out(going: psutil.Process, tmp_path: Path) -> None:
     (watcher,) = watchers(tmp_path)
     watcher.kill()
     going.kill()
@@ -165,7 +179,7 @@ def test_until_the_watcher_has_written_or_without_it_readers_find_out(going: sub
     assert run["ended"] >= run["started"]
 
 
-def test_a_run_that_another_process_has_taken_up_is_left_alone(going: subprocess.Popen[str], tmp_path: Path) -> None:
+def test_a_run_that_another_process_has_taken_up_is_left_alone(going: psutil.Process, tmp_path: Path) -> None:
     (watcher,) = watchers(tmp_path)
     watcher.suspend()
     going.kill()
@@ -180,7 +194,7 @@ def test_a_run_that_another_process_has_taken_up_is_left_alone(going: subprocess
     assert facts(tmp_path)["state"] == "finished"
 
 
-def test_a_watcher_waits_for_who_holds_the_folder_and_ignores_signals(going: subprocess.Popen[str], tmp_path: Path) -> None:
+def test_a_watcher_waits_for_who_holds_the_folder_and_ignores_signals(going: psutil.Process, tmp_path: Path) -> None:
     (watcher,) = watchers(tmp_path)
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     wait_until(lambda: all(ignored(watcher.pid) >> (number - 1) & 1 for number in numbers))  # it has begun

@@ -94,6 +94,17 @@ def test_a_run_that_was_killed_goes_on_after_its_newest_checkpoint_and_logs_ever
     assert "10 of 10" in (tmp_path / "run" / "report.html").read_text()
 
 
+@pytest.mark.parametrize("resume", [None, "auto"])
+def test_a_run_is_not_written_over_the_model_that_it_begins_with(tmp_path: Path, resume: str | None) -> None:
+    config = config_of(tmp_path, resume=resume)
+    (tmp_path / "m" / "config.json").write_text('{"model_type": "llama"}')
+    with pytest.raises(ConfigError, match=r"has a config\.json that the run would replace"):
+        find_start(config.replace(run_dir=str(tmp_path / "m")))
+    (tmp_path / "m").rename(tmp_path / "model")
+    with pytest.raises(ConfigError, match=r"its model/ is the model that training begins with"):
+        find_start(config.replace(model=str(tmp_path / "model"), run_dir=str(tmp_path)))
+
+
 def test_auto_begins_a_run_that_has_no_checkpoint_and_takes_its_steps_again(tmp_path: Path) -> None:
     config = config_of(tmp_path, resume="auto", save_every=4)
     assert find_start(config) == RunStart()

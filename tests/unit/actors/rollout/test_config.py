@@ -26,7 +26,7 @@ from rl_backend.contracts import ConfigError
             {"return_routed_experts": True, "engine_args": {"block_size": 32, "pipeline_parallel_size": 3}},
             r"'pipeline_parallel_size'.=3: .*: the stages of a pipeline see their own layers alone; leave it out",
         ),
-        ({"max_adapters": 1, "tensor_parallel": 2}, r"max_adapters=1: adapters are not pushed .*tensor_parallel=2"),
+        ({"engine_args": {"fully_sharded_loras": True}}, r"fully_sharded_loras.*rollout engines set it themselves"),
         ({"engine_args": {"max_model_len": 3}}, "use RolloutConfig.max_model_len"),
         ({"engine_args": {"skip_tokenizer_init": False}}, "use RolloutConfig.load_tokenizer"),
         ({"engine_args": {"logprobs_mode": "raw_logprobs"}}, "set it themselves"),

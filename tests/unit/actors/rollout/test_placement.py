@@ -125,6 +125,8 @@ def test_engines_take_the_gpus_that_there_are_unless_they_are_bound_to_cores(
         ({"gpus_per_worker": 0.25}, 0.5, {"cores_per_engine": 4, "gpu_memory_utilization": 0.4}),
         ({"gpu_memory_utilization": 0.7}, 0.5, {"cores_per_engine": 4, "gpus_per_worker": 0.5}),
         ({"kv_cache_gib": 2.0}, 0.5, {"cores_per_engine": 4, "gpus_per_worker": 0.5}),
+        ({"device": "cpu"}, 0.5, {"cores_per_engine": 4}),
+        ({"cores": ((0, 1),)}, 1, {}),
     ],
 )
 def test_engines_take_their_share_of_the_cluster_where_they_do_not_say_otherwise(

@@ -134,6 +134,9 @@ def test_sets_are_answered_by_engines_of_its_own_and_written(
         assert words in printed
     with pytest.raises(ConfigError, match=r"^EvalConfig\.out='\S+': has evaluation\.json already; choose a new folder"):
         evaluate(config)
+    (out / "evaluation.json").unlink()
+    with pytest.raises(ConfigError, match=r"^EvalConfig\.out='\S+': has held_out\.jsonl already"):
+        evaluate(config)
 
 
 def test_open_engines_are_used_and_stay_open(tmp_path: Path, closed: list[Any], capsys: pytest.CaptureFixture[str]) -> None:

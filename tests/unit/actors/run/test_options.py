@@ -300,11 +300,12 @@ def test_options_of_adapters_decide_what_engines_serve() -> None:
     assert merged.max_adapters == read().rollout.max_adapters == 0
     each = {"kl_coef": 0.1, "model": "m", "dataset": "d", "reward": "r"}
     assert tenant_config(filled(GRPOConfig(**each, lora={"rank": 8}), "lora")) == LoRAConfig(rank=8, alpha=32.0, dropout=0.0)
-    given = {"rank": 5, "alpha": 7.0, "dropout": 0.3, "use_rslora": True, "use_dora": True, "seed": 4, "targets": ("head",)}
-    assert set(given) == set(LoRAConfig.model_fields), "every option of a tenant"
-    for kind in (GRPOConfig, PPOConfig):
-        config = kind(**each, lora={**given, "push": "merged"})
-        assert tenant_config(filled(config, "lora")) == LoRAConfig(**given)
+    given = {"rank": 5, "alpha": 7.0, "dropout": 0.3, "use_rslora": True, "seed": 4, "targets": ("head",)}
+    either = {"use_dora": True}, {"experts_share_factor": True}
+    assert {*given, *either[0], *either[1]} == set(LoRAConfig.model_fields), "every option of a tenant"
+    for kind, one in zip((GRPOConfig, PPOConfig), either, strict=True):
+        config = kind(**each, lora={**given, **one, "push": "merged"})
+        assert tenant_config(filled(config, "lora")) == LoRAConfig(**given, **one)
     assert PPOConfig(**each, groups="each").training_groups == 3
     assert PPOConfig(**each, groups="each", **{"lora.rank": 4}).training_groups == 2
 

@@ -40,8 +40,8 @@ class Clients:
 
     def __init__(self, group: Any, model: Path, **options: Any) -> None:
         self.group, self.answers = group, dict[str, Result]()
-        limits = {"vocab_size": VOCAB_SIZE, "longest": TOKENS, "max_rank": 16, "max_runs": 16}
-        self.training = Training(group, self.answers.setdefault, model=model, **limits, **options)
+        limits = {"vocab_size": VOCAB_SIZE, "longest": TOKENS, "max_rank": 32, "max_runs": 16}
+        self.training = Training(group, self.answers.update, model=model, **limits, **options)
         self._numbers: dict[str, int] = {}
         self.run("gate", 1)
 
@@ -141,6 +141,31 @@ def test_each_bad_request_fails_for_its_own_client_and_a_good_one_gets_the_bits_
             assert b"gradients are dropped" in found.wait(found.step(name)).body
             found.passes(name, [datum()])
             assert b"grad_norm" in found.wait(found.step(name)).body
+
+
+def test_a_step_leaves_no_gradients(model: Path) -> None:
+    with clients(model) as found:
+        found.run("ann", 2)
+        answers = set()
+        for _ in range(2):
+            found.passes("ann", [datum()])
+            step = found.ask("ann", lambda request: Step(request, {"adam_params": {"learning_rate": 0.0}}))
+            answers.add(found.wait(step).body)
+        assert len(answers) == 1 and b"grad_norm" in answers.pop()
+
+
+def test_adapters_of_one_shape_with_as_many_rows_are_neighbours_in_a_pass(model: Path) -> None:
+    sizes = {"a": (17, 1), "b": (2, 2), "c": (18, 1), "d": (3, 1), "e": (4, 2)}
+    with clients(model) as found:
+        for name, (rank, _) in sizes.items():
+            found.run(name, rank)
+        before = len(found.group.passes)
+        with found.held():
+            asked = [found.passes(name, [datum()] * rows) for name, (_, rows) in sizes.items()]
+        assert all(b"loss:sum" in found.wait(each).body for each in asked)
+        (ids,) = found.group.passes[before:]
+        runs = {found.training._runs[name].tenant.lora_id: name for name in sizes}  # type: ignore[union-attr]
+        assert [runs[each] for each in dict.fromkeys(ids)] == ["d", "b", "e", "a", "c"]
 
 
 class Poisoned(GroupInProcess):

@@ -12,9 +12,18 @@ from typing import Any
 import pytest
 
 from actors.serve.store import REQUESTS
-from benchmarks.tinker_chaos import STEPS, Client
+from benchmarks import tinker_chaos
+from benchmarks.tinker_chaos import Client
 from benchmarks.tinker_task import NAME
 from tests.support.served import served
+
+STEPS = 6
+"""Of a run here."""
+
+
+@pytest.fixture(autouse=True)
+def short_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tinker_chaos, "STEPS", STEPS)
 
 
 @pytest.fixture

@@ -75,7 +75,7 @@ def test_what_a_key_has_on_the_disk_is_bounded_and_deleting_makes_room(model: Pa
         assert save(6, path="a")["path"] == first["path"]
         assert "exists" in save(7, sampling_session_seq_id=0)["error"]
     # What no row has is what was being written when a server ended; the snapshot counts on.
-    for lost in ("checkpoints/lost", "snapshots/lost"):
+    for lost in ("checkpoints/lost", "snapshots/lost", "boundaries/lost"):
         (tmp_path / lost / "adapter").mkdir(parents=True)
     with served(model, tmp_path) as again:
         assert not list(tmp_path.glob("*/lost")) and again.server.used_bytes("ann") == pytest.approx(3 * size, abs=100)
@@ -128,7 +128,7 @@ def test_a_client_that_counts_answers_hears_of_those_that_come_after_the_forgott
     places = []
     for seq_id in (1, 2, 3):
         request, _ = store.accept("sampler", seq_id, "ann")
-        store.finish(request, Result.of({}))
+        store.finish({request: Result.of({})})
         places += [each["place"] for each in store.completed("sampler", 0, max(places, default=0))]
         store.forget(time.time() + 1)
     assert len(places) == 3 and places == sorted(set(places))
@@ -163,7 +163,7 @@ def test_failed_requests_are_counted_once(tmp_path: Path) -> None:
     futures = Futures(store)
     request, _ = store.accept("run", 1, "ann")
     for result in (Result.failed("no"), Result.failed("no"), Result.of({})):
-        futures.finish(request, result)
+        futures.finish({request: result})
     assert futures.errors == 1
     store.close()
 
@@ -241,11 +241,11 @@ def test_an_answer_that_cannot_be_written_is_tried_again_for_a_minute(
         time=time.time, monotonic=lambda: now[0], sleep=lambda seconds: now.__setitem__(0, now[0] + seconds)
     )
     monkeypatch.setattr(server, "time", clock)
-    Futures(store).finish(request, Result.of({"a": 1}))
+    Futures(store).finish({request: Result.of({"a": 1})})
     row = store.get(REQUESTS, id=request)
     assert now == [3.0] and row is not None and row["body"] == b'{"a": 1}'
     left[0] = 1000
     with pytest.raises(OperationalError):
-        Futures(store).finish(request, Result.of({}))
+        Futures(store).finish({request: Result.of({})})
     assert 60 <= now[0] - 3.0 <= 62
     store.close()

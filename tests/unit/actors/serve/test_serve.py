@@ -26,7 +26,7 @@ from actors.serve.check import CheckFailedError, check_server
 from actors.serve.restarts import ServerLostError
 from actors.serve.sampling import Sampling
 from actors.serve.store import REQUESTS, RUNS, Result, Store
-from actors.serve.training import Call
+from actors.serve.training import Call, Training
 from actors.serve.wire import read_header
 from rl_backend.contracts import BatchError, ConfigError, EngineDeadError
 from tests.support.actors_in_process import until
@@ -161,7 +161,7 @@ def test_samplers_keep_their_weights_where_engines_keep_fewer(model: Path, tmp_p
         samplers.append(training.save_weights_and_get_sampling_client().result())
         samplers.append(client.create_sampling_client(base_model=str(model)))
         found = [sample(each, 3) for each in samplers]
-        assert small.server.sampling.pushed == 1
+        assert small.sampling.pushed == 1
         for sampler, samples in zip(samplers, found, strict=True):
             whole = types.ModelInput.from_ints([*IDS, *samples[0].tokens])
             computed = sampler.compute_logprobs(whole).result()[len(IDS) :]
@@ -172,14 +172,16 @@ def test_samplers_keep_their_weights_where_engines_keep_fewer(model: Path, tmp_p
 
 
 def test_the_check_goes_through_everything_and_names_what_fails(
-    running: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+    running: SimpleNamespace, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     said: list[str] = []
-    check_server(running.url, largest_gap=1e-5, say=said.append)
+    check_server(running.url, str(model), largest_gap=1e-5, say=said.append)
     assert len(said) == 6 and all(line.startswith("ok   ") for line in said), said
     monkeypatch.setattr(running.training, "_vocab_size", 8)
     with pytest.raises(CheckFailedError, match=r"A run trains.*expected 0 to 7"):
-        check_server(running.url, largest_gap=1e-5, say=said.append)
+        check_server(running.url, str(model), largest_gap=1e-5, say=said.append)
+    with pytest.raises(CheckFailedError, match=r"A run is created.*not 'other'"):
+        check_server(running.url, "other", largest_gap=1e-5, say=said.append)
 
 
 def test_requests_run_by_their_numbers_and_one_that_is_sent_again_runs_once(running: SimpleNamespace, model: Path) -> None:
@@ -208,7 +210,7 @@ def test_requests_run_by_their_numbers_and_one_that_is_sent_again_runs_once(runn
 def test_a_restart_keeps_results_and_checkpoints_and_says_what_is_lost(tmp_path: Path) -> None:
     store = Store(tmp_path)
     done, _ = store.accept("run", 1, "ann")
-    store.finish(done, Result.of({"path": "x"}))
+    store.finish({done: Result.of({"path": "x"})})
     lost, _ = store.accept("run", 2, "ann")
     store.close()
     again = Store(tmp_path)
@@ -377,7 +379,7 @@ def test_answers_of_a_sampler_are_told_in_their_order_to_each_of_its_clients(
     long = sample(2)
     assert post("cancel_future", request_id=long).status_code == 204
     assert "cancelled" in post("retrieve_future", request_id=long).json()["error"]
-    until(lambda: running.server.sampling.open == 0)
+    until(lambda: running.sampling.open == 0)
     assert told(0, cursor)[0] == [(long, "failed")]
     assert post("cancel_future", request_id=first).status_code == 204
     assert post("retrieve_future", request_id=first).headers["content-type"] == "application/x-protobuf"
@@ -400,7 +402,7 @@ def test_a_copy_of_a_sampling_client_is_another_client(client: Any, model: Path)
 def test_a_server_without_engines_goes_on_as_long_as_others_may_take_their_place() -> None:
     engines = EngineSet(RolloutConfig(model_path="nowhere"))
     sampling = Sampling(SimpleNamespace(engine_set=engines), (), most_pushed=1)  # type: ignore[arg-type]
-    server: Any = SimpleNamespace(training=SimpleNamespace(failed=""), sampling=sampling)
+    server: Any = SimpleNamespace(failed="", models={"m": SimpleNamespace(name="m", sampling=sampling)})
     web: Any = SimpleNamespace(should_exit=False)
     lost: list[Exception] = []
 
@@ -417,7 +419,7 @@ def test_a_server_without_engines_goes_on_as_long_as_others_may_take_their_place
     assert thread.is_alive()
     engines.give_up(EngineDeadError("engine 0 was started again 3 times within an hour"))
     thread.join(10)
-    assert [str(each) for each in lost] == ["engine 0 was started again 3 times within an hour"]
+    assert [str(each) for each in lost] == ["m: engine 0 was started again 3 times within an hour"]
 
 
 def test_an_adapter_waits_for_an_engine_that_takes_the_place_of_a_lost_one(tmp_path: Path) -> None:
@@ -476,7 +478,7 @@ def test_whoever_waits_for_an_engine_is_answered_when_the_server_closes(model: P
 
     waits = threading.Thread(target=wait)
     with served(model, tmp_path) as closing:
-        closing.server.sampling._rollout.healing.close = Healing(engines, lambda _: None).close
+        closing.sampling._rollout.healing.close = Healing(engines, lambda _: None).close
         waits.start()
     waits.join(10)
     assert not waits.is_alive()
@@ -496,3 +498,11 @@ def test_limits_are_finite_numbers(name: str, tmp_path: Path) -> None:
         options = {"disk_gib": None, "requests_per_second": None, "state": tmp_path, name: wrong}
         with pytest.raises(ConfigError, match=f"{name}.*expected a finite number above 0"):
             command.serve(argparse.Namespace(**options))
+
+
+def test_clients_of_a_mixture_train_experts_that_share_a_factor() -> None:
+    for kinds in (("feed_forward", "experts"), ("feed_forward",)):
+        server: Any = SimpleNamespace(_max_rank=8, _kinds=kinds)
+        asked = [{"rank": 8}, {"rank": 8, "train_mlp": False}]
+        found = [Training.config_of(server, each).experts_share_factor for each in asked]
+        assert found == ["experts" in kinds, False]

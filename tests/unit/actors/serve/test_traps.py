@@ -233,7 +233,7 @@ def test_samples_that_wait_for_an_engine_are_counted(model: Path, tmp_path: Path
         return b""
 
     with served(model, tmp_path, open_samples=4) as small:
-        monkeypatch.setattr(small.server.sampling, "answer", waits)
+        monkeypatch.setattr(small.sampling, "answer", waits)
         wire = Wire(small.url)
         session = wire.post("create_session").json()["session_id"]
         made = wire.post("create_sampling_session", session_id=session, sampling_session_seq_id=0, base_model=str(model))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -26,15 +26,31 @@ from actors.wire.segment import Segment, SharedSegment, host_identity
 from rl_backend.contracts import (
     ConfigError,
     TensorInfo,
+    TensorPart,
+    WeightCheckError,
     WeightManifest,
+    WeightShard,
     WeightSyncError,
 )
 from rl_backend.weights.inspection import tensor_digest
-from rl_backend.weights.staging import plan_layout, read_tensor
+from rl_backend.weights.staging import check_staged, plan_layout, read_tensor
 
 WEIGHTS = {"a": torch.arange(6.0).view(2, 3), "b": torch.ones(5), "c": torch.full((7, 3), -2.0)}
 INFOS = tuple(TensorInfo.of(name, tuple(tensor.shape), torch.float32) for name, tensor in WEIGHTS.items())
 PLAN = PushPlan("key", None, "float32", None, 4, INFOS, "node", "host")
+# Columns of one tensor, all of another on one rank, and rows of a third.
+PARTS = tuple(
+    TensorPart.of(name, shape, torch.float32, whole=tuple(WEIGHTS[name].shape), start=start, rank=rank)
+    for name, rank, start, shape in (
+        ("a", 0, (0, 0), (2, 1)),
+        ("a", 2, (0, 1), (2, 2)),
+        ("b", 1, (0,), (5,)),
+        ("c", 0, (0, 0), (3, 3)),
+        ("c", 2, (3, 0), (4, 3)),
+    )
+)
+CUT = replace(PLAN, parts=PARTS)
+SENT = (44, 20, 64)
 
 
 class Rank:
@@ -53,6 +69,16 @@ class Rank:
 
     def weight_infos(self, handle: Any, *, dtype: torch.dtype) -> tuple[TensorInfo, ...]:
         return tuple(TensorInfo.of(name, tuple(tensor.shape), dtype) for name, tensor in self.weights.items())
+
+    def shard_infos(self, handle: Any, *, dtype: torch.dtype) -> tuple[TensorPart, ...]:
+        return ()
+
+    def export_shards(self, handle: Any, *, dtype: torch.dtype) -> Iterator[WeightShard]:
+        for name, tensor in self.weights.items():
+            mine = [part for part in PARTS if (part.name, part.rank) == (name, self.rank)]
+            held = tensor[mine[0].region].clone() if mine else tensor[:0]
+            start = mine[0].start if mine else (0,) * tensor.dim()
+            yield WeightShard(name, tuple(tensor.shape), start, held)
 
     def export_weights(self, handle: Any, *, dtype: torch.dtype, byte_budget: int | None) -> Any:
         self.exports.append((handle.ref, dtype, byte_budget, self.rank))
@@ -162,7 +188,9 @@ def test_gloo_sends_what_all_ranks_export_to_a_segment_of_each_engine_over_one_g
         assert staged.manifest.version == 4
         assert [info.offset for info in staged.manifest.tensors] == [info.offset for info in layout]
         assert [info.digest for info in staged.manifest.tensors] == [tensor_digest(each) for each in WEIGHTS.values()]
-        join = [("join_gloo", "key", GlooAddress("rendezvous at ip 0", 3), {1: (1,), 4: (2,)})] if push == 0 else []  # type: ignore[arg-type]
+        assert staged.sent == (128, 0, 0)
+        address: Any = GlooAddress("rendezvous at ip 0", 3)  # type: ignore[arg-type]
+        join: list[Any] = [("join_gloo", "key", {0: address}, {1: (1,), 4: (2,)})] if push == 0 else []
         receive = ("receive", "key", WeightManifest(version=4, tensors=layout))
         assert rollout.asked == [("make_segment", nbytes), *join, receive]
         rollout.asked.clear()
@@ -172,7 +200,8 @@ def test_gloo_sends_what_all_ranks_export_to_a_segment_of_each_engine_over_one_g
     assert train.ranks[0].exports[0] == (None, torch.float32, None, 0)
     rollout.engines = (4,)
     transport.stage(PLAN, train, engines)
-    assert ("join_gloo", "key", GlooAddress("rendezvous at ip 0", 2), {4: (1,)}) in rollout.asked, "the engines have changed"  # type: ignore[arg-type]
+    address = GlooAddress("rendezvous at ip 0", 2)  # type: ignore[arg-type]
+    assert ("join_gloo", "key", {0: address}, {4: (1,)}) in rollout.asked, "the engines have changed"
     assert member.closed == 1
     rollout.asked.clear()
     transport.close(train, engines)
@@ -183,6 +212,41 @@ def test_gloo_sends_what_all_ranks_export_to_a_segment_of_each_engine_over_one_g
     rollout.engines, before = (), len(rollout.asked)
     transport.close(train, engines)
     assert len(rollout.asked) == before and not train.ranks[0].state
+
+
+@pytest.mark.usefixtures("_members")
+def test_over_gloo_each_rank_sends_its_rectangles_in_a_group_of_its_own() -> None:
+    transport, train, rollout = GlooTransport(), Ranks(), Engines()
+    rollout.answers = {"make_segment": dict(segments())}
+    staged = transport.stage(CUT, train, rollout)  # type: ignore[arg-type]
+    layout, nbytes = plan_layout(INFOS)
+    place = {info.name: info.offset for info in layout}
+    placed = tuple(part.replace(offset=place[part.name]) for part in PARTS)
+    (_, made), (_, _, addresses, _), (*_, announced) = rollout.asked
+    assert made == nbytes and list(addresses) == [0, 1, 2]
+    assert announced == WeightManifest(version=4, tensors=layout, parts=placed)
+    members = [rank.state["key"][1] for rank in train.ranks]
+    assert [member.rank for member in members] == [0, 0, 0] and not any(rank.taken for rank in train.ranks)
+    for rank, member in enumerate(members):
+        expected = [WEIGHTS[part.name][part.region] for part in PARTS if part.rank == rank]
+        assert [tensor.tolist() for tensor in member.sent] == [tensor.tolist() for tensor in expected]
+    assert staged.sent == SENT and staged.manifest.tensors == layout
+    # An engine that received them finds the digests that the senders have.
+    buffer = torch.zeros(nbytes, dtype=torch.uint8)
+    for info in layout:
+        read_tensor(buffer, info).copy_(WEIGHTS[info.name])
+    check_staged(buffer, staged.manifest, engine="engine 1")
+
+
+@pytest.mark.usefixtures("_members")
+def test_the_rank_whose_broadcast_fails_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    transport, train, rollout = GlooTransport(), Ranks(), Engines()
+    rollout.answers = {"make_segment": dict(segments())}
+    monkeypatch.setattr(Member, "failures", 1)
+    failed = "the broadcast of rank 0 to .* engine 4 left; .* the broadcast of rank 2 to "
+    with pytest.raises(WeightSyncError, match=failed):
+        transport.stage(CUT, train, rollout)  # type: ignore[arg-type]
+    assert ["key" in rank.state for rank in train.ranks] == [False, True, False], "rank 1 sends one tensor"
 
 
 def test_a_transport_that_staged_nothing_closes_nothing() -> None:
@@ -211,7 +275,9 @@ def test_a_broadcast_that_fails_is_told_after_the_export_has_come_to_its_end(mon
     transport, train, rollout = GlooTransport(), Ranks(), Engines()
     rollout.answers = {"make_segment": dict(segments())}
     monkeypatch.setattr(Member, "failures", 1)
-    with pytest.raises(WeightSyncError, match="transport='gloo': the broadcast to the engines failed: engine 4 left"):
+    with pytest.raises(
+        WeightSyncError, match="transport='gloo': the broadcast of rank 0 to the engines failed: engine 4 left"
+    ):
         transport.stage(PLAN, train, rollout)  # type: ignore[arg-type]
     assert [rank.taken for rank in train.ranks] == [3, 3, 3] and not train.ranks[0].state
     monkeypatch.setattr(Member, "failures", 0)
@@ -243,22 +309,18 @@ def test_an_engine_that_does_not_join_is_an_error_of_the_source_rank_alone(monke
     rank: Any = Rank(0)
     rank.state["key"] = Point("x", None), GlooAddress("rendezvous", 3)  # type: ignore[arg-type]
     error = staged_module.connect(rank, "key")
-    assert isinstance(error, WeightSyncError) and "did not join within 120 s: 1 of 3 came" in str(error)
+    assert isinstance(error, WeightSyncError) and "did not join rank 0 in 120 s: 1 of 3 came" in str(error)
     other: Any = Rank(1)
-    assert (
-        staged_module.connect(other, "key") is None
-        and staged_module.listen(other, "key", "x", 3) is None
-        and not other.state
-    )
-    assert staged_module.source_node(other) is None
+    assert staged_module.connect(other, "key") is None
+    assert staged_module.listen(other, "key", [0, 2], ["x"]) is None and not other.state
 
 
 @pytest.fixture
 def ranks() -> Any:
     made = Ranks()
     yield made
-    for segment in made.ranks[0].state.values():
-        segment.close()
+    for rank in made.ranks:
+        staged_module.drop_segment(rank, "key")  # type: ignore[arg-type]
 
 
 def test_shared_memory_holds_what_all_ranks_export_and_is_kept_for_the_next_push(
@@ -302,12 +364,65 @@ def test_shared_memory_holds_what_all_ranks_export_and_is_kept_for_the_next_push
     assert not rollout.asked and not ranks.ranks[0].state
 
 
+def test_shared_memory_holds_the_rectangles_that_ranks_write_at_one_time(
+    ranks: Ranks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(staged_module, "PART_BYTES", 1)
+    transport, rollout = SharedMemoryTransport(), Engines()
+    engines: Any = rollout
+    mappings = []
+    for _ in range(2):
+        staged = transport.stage(CUT, ranks, engines)
+        source: SharedSegment = ranks.ranks[0].state["key"]
+        assert staged.sent == SENT and sum(SENT) == CUT.nbytes, "each byte once"
+        assert [info.name for info in staged.manifest.tensors] == list(WEIGHTS)
+        for info in staged.manifest.tensors:
+            assert torch.equal(read_tensor(source.buffer, info), WEIGHTS[info.name])
+        check_staged(source.buffer, staged.manifest, engine="engine 1")
+        assert not any(rank.taken for rank in ranks.ranks), "nothing is gathered"
+        mappings.append([rank.state["key"] for rank in ranks.ranks])
+        source.buffer.zero_()
+    assert all(one is other for one, other in zip(*mappings, strict=True))
+    # A rank tells of a fourth of what it writes, but not of the last.
+    assert [str(info) for info in rollout.asked[0][2].parts] == ["a[0:2, 1:3]"]
+    apart = transport.stage(replace(CUT, on_one_host=False), ranks, engines)
+    assert apart.sent == (128, 0, 0) and not apart.manifest.parts and ranks.ranks[1].taken == 3
+    transport.close(ranks, engines)
+    assert not any(rank.state for rank in ranks.ranks)
+
+
+def test_a_rank_that_sends_another_rectangle_than_planned_is_refused(ranks: Ranks) -> None:
+    moved = tuple(part.replace(start=(4, 0)) if str(part) == "c[3:7, 0:3]" else part for part in PARTS)
+    plan, rollout = replace(CUT, parts=moved), Engines()
+    with pytest.raises(WeightCheckError, match=r"yielded \('c\[3:7, 0:3\]', .* but announced \('c\[4:8, 0:3\]'"):
+        SharedMemoryTransport().stage(plan, ranks, rollout)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("parts", "message"),
+    [
+        (PARTS[1:], r"^a: .* float32 \(2, 3\), every element once, and are a\[0:2, 1:3\] of rank 2; nothing was loaded"),
+        ((*PARTS, PARTS[-1].replace(rank=1)), r"^c: .*c\[3:7, 0:3\] of rank 2, c\[3:7, 0:3\] of rank 1;"),
+        ((*PARTS[:-1], PARTS[-1].replace(start=(2, 0))), r"^c: .* are c\[0:3, 0:3\] of rank 0, c\[2:6, 0:3\] of rank 2;"),
+        (tuple(part for part in PARTS if part.name != "b"), r"^b: .* every element once, and are none;"),
+        ((*PARTS, PARTS[2].replace(name="d")), "rectangles of tensors that are not pushed: d"),
+        ((*PARTS[:-1], PARTS[-1].replace(whole=(7, 4))), "^c: "),
+    ],
+    ids=["missing", "twice", "wrong offset", "none", "strange", "another shape"],
+)
+def test_a_plan_that_is_not_every_tensor_once_is_refused_before_anything_is_sent(
+    parts: tuple[TensorPart, ...], message: str
+) -> None:
+    with pytest.raises(WeightCheckError, match=message):
+        make_plan([("", "host", replace(PLAN, parts=parts)), ("", "host", None), ("", "host", None)])
+
+
 def test_parts_are_told_when_they_are_large_enough(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(staged_module, "PART_BYTES", 100)
     rollout: Any = Engines()
     infos = [TensorInfo.of(f"t{number}", (size,), torch.uint8) for number, size in enumerate((60, 50, 300, 99, 1, 80, 10))]
     plan = replace(PLAN, infos=tuple(infos), version=6)
-    parts = staged_module._StagedParts(plan, "push", Segment("x", 1), [*rollout.actors(), *rollout.actors()])
+    parts = staged_module._StagedParts(plan, infos, "push", Segment("x", 1), [*rollout.actors(), *rollout.actors()])
     for info in infos:
         parts.add(info)
     told = [(key, part.version, [info.name for info in part.tensors]) for _, key, part, _ in rollout.asked]
@@ -352,22 +467,26 @@ def test_a_push_is_described_by_the_source_rank_and_all_devices(monkeypatch: pyt
     monkeypatch.setattr("actors.sync.staged_transports.ray.get_runtime_context", lambda: context_of_ray)
     train = Ranks()
     results = train.run_on_ranks(describe_export, "key", "ref", "bfloat16", 42)
-    assert [plan is None for _, plan in results] == [False, True, True]
+    assert [(host, plan is None) for _, host, plan in results] == [(host_identity(), rank > 0) for rank in range(3)]
     infos = tuple(TensorInfo.of(name, tuple(tensor.shape), torch.bfloat16) for name, tensor in WEIGHTS.items())
     expected = PushPlan("key", "ref", "bfloat16", 42, 9, infos, "node 3", host_identity(), kept=("kept.b", "kept.a"))
     assert make_plan(results) == expected and expected.nbytes == 2 * (6 + 5 + 21)
     assert expected.manifest == WeightManifest(version=9, tensors=infos, kept=("kept.b", "kept.a"))
-    devices: Any = [(f"GPU-{rank}", plan) for rank, (_, plan) in enumerate(results)]
-    assert make_plan(devices).device_ids == ("GPU-0", "GPU-1", "GPU-2")
-    devices[2] = "", None
-    assert make_plan(devices).device_ids == ()
+    devices: Any = [(f"GPU-{rank}", host, plan) for rank, (_, host, plan) in enumerate(results)]
+    assert make_plan(devices).device_ids == ("GPU-0", "GPU-1", "GPU-2") and make_plan(devices).on_one_host
+    devices[2] = "", "elsewhere", None
+    assert make_plan(devices).device_ids == () and not make_plan(devices).on_one_host
+    monkeypatch.setattr(Rank, "shard_infos", lambda rank, handle, *, dtype: PARTS)
+    assert make_plan(train.run_on_ranks(describe_export, "key", "ref", "float32", None)).parts == PARTS
+    train.ranks[0].world_size = 1
+    assert make_plan(train.run_on_ranks(describe_export, "key", "ref", "float32", None)).parts == ()
     for rank in range(3):
         context: Any = train.ranks[rank]
         with pytest.raises(ConfigError, match=r"byte_budget=41: must hold the largest tensor, c with 42 bytes"):
             describe_export(context, "key", "ref", "bfloat16", 41)
         context.weights = {}
         context.weight_infos = lambda handle, *, dtype: ()
-        _, plan = describe_export(context, "key", "ref", "bfloat16", 1)
+        *_, plan = describe_export(context, "key", "ref", "bfloat16", 1)
         assert (plan is None) == (rank > 0)
 
 

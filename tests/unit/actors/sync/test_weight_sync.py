@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -244,11 +245,16 @@ def test_a_push_says_what_it_did_and_is_traced_and_exported(monkeypatch: pytest.
 
     def run(function: Any, *args: Any) -> list[Any]:
         asked.append((function.__name__, *args))
-        return [("", plans[0]), ("", None)]
+        return [("", "host", plans[0]), ("", "elsewhere", None)]
 
     train: Any = SimpleNamespace(run_on_ranks=run)
     sync: Any = WeightSync(train, engines, "ref", transport="gloo", byte_budget=64)
-    monkeypatch.setattr(sync, "_push_staged", lambda transport, plan, rollout, clock: (0, 1))
+
+    def staged(transport: Any, plan: Any, rollout: Any, clock: PushClock) -> tuple[int, ...]:
+        clock.sent = (30, 14)
+        return 0, 1
+
+    monkeypatch.setattr(sync, "_push_staged", staged)
     recorder.start()
     report = sync.push()
     events = {event.name: event.arguments for event in recorder.take_batch(stop=True).events}
@@ -257,14 +263,18 @@ def test_a_push_says_what_it_did_and_is_traced_and_exported(monkeypatch: pytest.
     assert (report.engines, report.skipped, list(report.seconds)) == ((0, 1), (7,), ["plan", "total"])
     assert events["push"] == {"weight_version": 4, "nbytes": 44, "transport": "gloo"}
     assert events["plan"] == {"weight_version": 4} and engines.last_sync == sync._key
-    assert sync._transport.checked == [PLAN]
+    assert sync._transport.checked == [replace(PLAN, on_one_host=False)]
     assert [(kind, metric, tags.get("phase")) for kind, metric, _, tags in exported] == [
         ("observe", "_seconds", "plan"),
         ("observe", "_seconds", "total"),
         ("count", "es_total", None),
         ("count", "_bytes_total", None),
+        ("count", "_rank_bytes_total", None),
+        ("count", "_rank_bytes_total", None),
     ]
-    assert [value for *_, value, _ in exported[2:]] == [1, 44] and all(tags["transport"] == "gloo" for *_, tags in exported)
+    assert [value for *_, value, _ in exported[2:]] == [1, 44, 30, 14]
+    assert all(tags["transport"] == "gloo" for *_, tags in exported) and report.sent == (30, 14)
+    assert [tags["rank"] for *_, tags in exported[4:]] == ["0", "1"]
     plans[0] = plans[1]
     with pytest.raises(WeightSyncError, match="the trainer has no weights to export"):
         sync.push()

@@ -65,7 +65,7 @@ def test_verl_that_finds_the_plugin_runs_on_a_cpu() -> None:
     ("plugins", "variables"),
     [
         pytest.param("none", {}, marks=pytest.mark.long),
-        ("rl_backend", {}),
+        pytest.param("rl_backend", {}, marks=pytest.mark.long),
         pytest.param("rl_backend", {"VERL_PLATFORM": "nvidia"}, marks=pytest.mark.long),
     ],
 )

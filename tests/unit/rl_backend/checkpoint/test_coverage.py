@@ -8,8 +8,8 @@ import time
 import numpy as np
 import pytest
 
-from rl_backend.checkpoint.metadata_unpickler import MOST_SPLIT_DIMENSIONS, covers_once
 from rl_backend.checkpoint.training_state import boxes
+from rl_backend.parallel.shards import MOST_SPLIT_DIMENSIONS, covers_once
 
 type Rectangle = tuple[tuple[int, ...], tuple[int, ...]]
 

@@ -46,6 +46,7 @@ def test_a_target_is_a_kind_a_whole_name_or_the_end_of_one(
         ({"targets": ("q_proj", "")}, r"LoRAConfig.targets=\('q_proj', ''\): has an empty name"),
         ({"targets": (" . ", "q_proj")}, "has an empty name; name modules or kinds of blocks"),
         ({"targets": ()}, "LoRAConfig.targets"),
+        ({"use_dora": True, "experts_share_factor": True}, "LoRAConfig.use_dora=True: beside experts_share_factor=True"),
         ({"rank": 0}, "LoRAConfig.rank=0"),
         ({"alpha": 0.0}, "LoRAConfig.alpha"),
         ({"dropout": 1.0}, "LoRAConfig.dropout"),

@@ -12,8 +12,9 @@ import pytest
 import torch
 
 from rl_backend.contracts import BatchError, ConfigError, RLBackendError, UnsupportedError
-from rl_backend.data.prompts import PromptExample, encode_messages, read_examples
-from rl_backend.data.rewards import load_reward_function, score_value
+from rl_backend.data.chat_template import encode_messages
+from rl_backend.data.examples import PromptExample, read_examples
+from rl_backend.data.rewards import load_reward, score_value
 
 GSM8K_ROW = {
     "data_source": "openai/gsm8k",
@@ -208,21 +209,21 @@ def rewards(tmp_path: Path) -> Path:
 
 
 def test_a_reward_function_is_loaded_from_a_file(rewards: Path) -> None:
-    exact = load_reward_function(f"{rewards}:exact")
+    exact = load_reward(f"{rewards}:exact").function
     assert score_value(exact(data_source="s", solution_str="7", ground_truth="7", extra_info=None)) == 2.0
-    any_keywords = load_reward_function(f"{rewards}:any_keywords")
+    any_keywords = load_reward(f"{rewards}:any_keywords").function
     assert any_keywords(data_source="s", solution_str="7", ground_truth="7", extra_info=None) == 1
 
 
 def test_a_reward_function_is_loaded_from_a_module(rewards: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(rewards.parent)
-    assert load_reward_function("my_rewards:exact")("s", "6", "7")["score"] == 0.0
+    assert load_reward("my_rewards:exact").function("s", "6", "7")["score"] == 0.0
     monkeypatch.delitem(sys.modules, "my_rewards")
 
 
 def test_verls_own_reward_function_can_be_loaded() -> None:
     pytest.importorskip("verl", reason="verl is not installed")
-    compute_score = load_reward_function("verl.utils.reward_score:default_compute_score")
+    compute_score = load_reward("verl.utils.reward_score:default_compute_score").function
     solution = "The answer is #### 72"
     score = compute_score(data_source="openai/gsm8k", solution_str=solution, ground_truth="72", extra_info=None)
     assert score_value(score) == 1.0
@@ -239,7 +240,7 @@ def test_verls_own_reward_function_can_be_loaded() -> None:
 )
 def test_what_cannot_be_called_as_verl_calls_it_is_refused_when_loaded(rewards: Path, name: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        load_reward_function(f"{rewards}:{name}")
+        load_reward(f"{rewards}:{name}")
 
 
 def test_a_module_or_file_that_cannot_be_imported_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -256,10 +257,10 @@ def test_a_module_or_file_that_cannot_be_imported_is_refused(tmp_path: Path, mon
         "just_a_name": "expected package.module:function",
     }.items():
         with pytest.raises(ConfigError, match=message):
-            load_reward_function(spec)
+            load_reward(spec)
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigError, match=r"to name a file give leaves\.py:exact; cannot import leaves: SystemExit: 0"):
-        load_reward_function("leaves:exact")
+        load_reward("leaves:exact")
 
 
 NO_NUMBERS = [None, "1.0", {"acc": 1.0}, {"score": "high"}, float("nan"), {"score": float("inf")}]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from decimal import Decimal
+
 import pytest
 
 from rl_backend.contracts import ConfigError
@@ -80,7 +82,9 @@ def test_questions_go_through_the_chat_template_with_the_system_prompt(task: str
 
 def test_rows_are_the_same_every_time_and_others_by_another_seed() -> None:
     gym()
-    first, again, other = (list(open_rows(f"gym:chain_sum?{query}")) for query in ("", "seed=0", "seed=1"))
+    first, again, other = (
+        [(row["prompt"], row["answer"]) for row in open_rows(f"gym:chain_sum?{query}")] for query in ("", "seed=0", "seed=1")
+    )
     assert first == again != other and len(first) == 500
     assert all(row["extra_info"]["metadata"]["num_terms"] == 3 for row in open_rows("gym:chain_sum?min_terms=3&max_terms=3"))
 
@@ -115,3 +119,30 @@ def test_the_reward_is_loaded_by_its_name() -> None:
     gym()
     scorer = RewardConfig(functions="rl_backend.data.gym:compute_score").load()
     assert [each.spec for each in scorer.rewards] == ["rl_backend.data.gym:compute_score"]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"min_num_decimal_places": 1, "max_num_decimal_places": 2, "size": 4}, {"size": 4}],
+    ids=["coarse", "fine"],
+)
+def test_answers_are_judged_with_the_options_that_made_the_question(options: dict[str, int]) -> None:
+    gym()
+    from reasoning_gym import create_dataset
+
+    query = "&".join(f"{name}={value}" for name, value in options.items())
+    theirs = create_dataset("decimal_arithmetic", seed=0, **options)
+    for example, entry in zip(read_examples(f"gym:decimal_arithmetic?{query}"), theirs, strict=True):
+        for error in ("0", "0.004", "0.4"):  # the tolerance is one unit of the last decimal place
+            response = str(Decimal(entry["answer"]) + Decimal(error))
+            found = compute_score(example.data_source, response, example.ground_truth, example.extra_info)
+            assert found == theirs.score_answer(response, entry) == (error == "0" or (error == "0.004" and len(options) > 1))
+
+
+def test_a_plus_in_the_options_is_a_plus() -> None:
+    gym()
+    from reasoning_gym import create_dataset
+
+    rows = open_rows('gym:basic_arithmetic?size=9&operators=["+","*"]')
+    theirs = create_dataset("basic_arithmetic", seed=0, size=9, operators=["+", "*"])
+    assert [row["answer"] for row in rows] == [entry["answer"] for entry in theirs]

@@ -14,7 +14,7 @@ import pytest
 
 from rl_backend.contracts import ConfigError
 from rl_backend.data.rewards import LoadedReward, RewardConfig
-from rl_backend.data.rewards.function import load_callable, load_reward_function
+from rl_backend.data.rewards.function import load_callable, load_reward
 from rl_backend.data.rewards.worker import location_of, module_at, what_it_raised
 from rl_backend.data.rewards.worker_pool import EventLoop, Raised, TimeLimitError, WorkerPool
 from tests.support.rewards import calls
@@ -67,12 +67,12 @@ def test_a_file_without_its_suffix_is_told_of(tmp_path: Path, monkeypatch: pytes
 def test_a_function_must_take_what_it_is_called_with(tmp_path: Path, source: str, fits: bool) -> None:
     (tmp_path / "mine.py").write_text(source)
     if fits:
-        assert load_reward_function(f"{tmp_path}/mine.py:f").__name__ == "f"  # type: ignore[attr-defined]
+        assert load_reward(f"{tmp_path}/mine.py:f").function.__name__ == "f"  # type: ignore[union-attr]
     else:
         with pytest.raises(
             ConfigError, match=r"must take verl's \(data_source, solution_str, ground_truth, extra_info=None\) or TRL's "
         ):
-            load_reward_function(f"{tmp_path}/mine.py:f")
+            load_reward(f"{tmp_path}/mine.py:f")
 
 
 def test_modules_of_files_are_found_again_and_a_broken_one_leaves_nothing(tmp_path: Path) -> None:

@@ -173,6 +173,8 @@ def test_every_kind_of_list_map_struct_and_json_is_what_json_has(tables: Any) ->
     assert rows.without_padding("map", rows[0]["map"]) == {"k": {"x": 1}}
     assert rows.without_padding("json", rows[0]["json"]) == {"a": [None]} and rows.without_padding("list", None) is None
     assert rows.without_padding("plain", "x") == "x"
+    assert rows.without_padding("map.k", rows[0]["map"]["k"]) == {"x": 1}
+    assert rows.without_padding("map.k.y", None) is None and rows.without_padding("json.a", [None]) == [None]
     assert rows.padded_fields([]) == ["list.y", "large.y", "fixed.y", "map.y"]
     assert rows.padded_fields(["list", "map"]) == ["large.y", "fixed.y"]
     assert rows.padded_fields(list(lists)) == []

@@ -53,6 +53,13 @@ def short(completions):
 def named(completions):
     return {"score": 1.0}
 
+def unordered(completions):
+    return {2.0, 1.0, 0.0}
+
+def generates(completions):
+    yield 1.0
+    raise TimeoutError("the judge is slow")
+
 def fails(completions):
     raise ValueError("no judge")
 
@@ -182,9 +189,17 @@ def test_a_function_of_trl_is_given_the_columns_as_copies(options: dict[str, Any
     [
         ("short", {}, "returned 1 numbers for 3 responses; have it return a list with a number for each, on prompt"),
         ("named", {}, "returned a dict for 3 responses"),
+        ("unordered", {}, "returned a set for 3 responses"),
+        ("generates", {}, "raised TimeoutError: the judge is slow"),
+        ("generates", {"workers": 2}, "raised TimeoutError: the judge is slow"),
         ("fails", {}, "raised ValueError: no judge"),
-        ("fails", {"processes": True}, "raised ValueError: no judge"),
-        ("sleeps", {"processes": True, "timeout_seconds": 0.5}, "took longer than reward_timeout_seconds=0.5"),
+        pytest.param("fails", {"processes": True}, "raised ValueError: no judge", marks=pytest.mark.long),
+        pytest.param(
+            "sleeps",
+            {"processes": True, "timeout_seconds": 0.5},
+            "took longer than reward_timeout_seconds=0.5",
+            marks=pytest.mark.long,
+        ),
         ("sleeps", {"timeout_seconds": 0.2}, "took longer than reward_timeout_seconds=0.2"),
     ],
 )

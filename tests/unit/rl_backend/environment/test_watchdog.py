@@ -68,7 +68,7 @@ def told_of(player: Player, seconds: float, monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.shows("environments: one that blocks the event loop is named while it does, with its line and the seconds")
 @pytest.mark.parametrize("make", [Sleeper, ReturnsAwaitable])
 def test_an_asynchronous_step_that_blocks_is_named(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    told = told_of(SteppedPlayer(make, TOKENIZER), 2.0, monkeypatch)
+    told = told_of(SteppedPlayer(make, TOKENIZER), 1.0, monkeypatch)
     assert re.match(rf"{make.__name__}\.step has blocked the event loop for \d+\.\d s, at ", told[0])
     line = Sleeper.step.__code__.co_firstlineno + 1
     assert f"at test_watchdog.py:{line} in step; all episodes wait for it: await what takes time" in told[0]

@@ -19,7 +19,7 @@ LORA = LoRAConfig(rank=4, targets=("attention", "feed_forward"))
 @pytest.mark.shows("parity: a released Qwen3.5 is compared under the names of its files, with LoRA and without")
 @pytest.mark.parametrize(
     ("taken_out", "lora"),
-    [(False, None), pytest.param(False, LORA, marks=pytest.mark.long), (True, None)],
+    [(False, None), pytest.param(False, LORA, marks=pytest.mark.long), pytest.param(True, None, marks=pytest.mark.long)],
     ids=["whole", "lora", "saved by transformers"],
 )
 def test_a_released_model_trains_as_transformers_does(tmp_path: Path, taken_out: bool, lora: LoRAConfig | None) -> None:

@@ -15,6 +15,7 @@ from rl_backend.lab.plan.make import make_plan
 from rl_backend.lab.plan.memory import Workload
 from rl_backend.model import BuildSettings, find_model
 from rl_backend.model.decoder_spec import DecoderSpec
+from tests.support.matrix import sampled
 from tests.support.native import make_config
 from tests.support.qwen3_5 import write_qwen3_5, write_qwen3_next
 
@@ -118,8 +119,13 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Path]:
     }
 
 
-@pytest.mark.parametrize("model", ["dense", "mixture", "qwen3_next"])
-@pytest.mark.parametrize("parallel", [{"tp": 2, "pp": 2}, {"cp": 2, "pp": 2}])
+@pytest.mark.parametrize(
+    ("model", "parallel"),
+    sampled(
+        [(model, {size: 2, "pp": 2}) for model in ("dense", "mixture", "qwen3_next") for size in ("tp", "cp")],
+        *(("mixture", {"tp": 2, "pp": 2}), ("dense", {"cp": 2, "pp": 2})),
+    ),
+)
 def test_a_model_with_states_is_planned_in_layouts(models: Mapping[str, Path], model: str, parallel: dict[str, int]) -> None:
     whole = make_plan(make_config(models[model]), 1, WORKLOAD)
     cut = make_plan(make_config(models[model], parallel=parallel), 4, WORKLOAD)

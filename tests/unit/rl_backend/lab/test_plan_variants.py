@@ -12,13 +12,14 @@ from rl_backend.lab.plan.make import make_plan
 from rl_backend.lab.plan.memory import Workload
 from rl_backend.runtime.bridge.config import BridgeConfig
 from rl_backend.runtime.native.layout import describe_model
+from tests.support.matrix import sampled
 from tests.support.native import make_config
 from tests.support.variants import VARIANTS, write_variant
 
 WORKLOAD = Workload(sequence_length=96, micro_batch_tokens=240, num_micro_batches=4)
 
 
-@pytest.mark.parametrize("family", VARIANTS)
+@pytest.mark.parametrize("family", sampled(VARIANTS, "gemma3_text", "phi"))
 def test_a_variant_is_planned_in_a_layout_of_the_native_runtime(tmp_path: Path, family: str) -> None:
     model = write_variant(family, tmp_path / "model")
     whole = make_plan(make_config(model), 1, WORKLOAD).ranks

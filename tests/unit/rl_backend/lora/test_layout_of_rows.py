@@ -17,6 +17,7 @@ from rl_backend.lora.rows import (
     Section,
     TenantRows,
     factors_of,
+    factors_of_rank,
     head_parameters,
     initial_factor,
     lay_out_row,
@@ -72,6 +73,28 @@ def test_a_rank_has_the_columns_of_a_and_the_rows_of_b_that_it_computes_with(
 def test_an_embedding_has_pefts_names_and_no_magnitude_unless_asked() -> None:
     names = [each.name for each in factors_of(module("embed_tokens", "embedding"), LoRAConfig())]
     assert names == [f"{PEFT_PREFIX}embed_tokens.lora_embedding_{part}" for part in "AB"]
+
+
+def test_experts_that_share_a_factor_have_their_others_in_one_tensor_and_sum_the_shared_one_with_all_ranks() -> None:
+    config = LoRAConfig(rank=5, experts_share_factor=True)
+    kinds: dict[str, LoRAKind] = {f"l.experts.{number}.down_proj": "experts" for number in range(12)}
+    held = [module(name, "experts", is_expert=True, inputs=(5, 10)) for name in list(kinds)[9:]]
+    a, b, *others = factors_of_rank([module(), *reversed(held)], config, {**kinds, "q_proj": "attention"})[2:]
+    assert not others and [each.name for each in (a, b)] == [
+        f"{PEFT_PREFIX}l.experts.w2.lora_{part}.weight" for part in "AB"
+    ]
+    assert (a.size, a.first, a.held, a.padding) == ((12, 5, INPUTS), (9, 0, 5), (3, 5, 5), (0, 11, 0))
+    assert (b.size, b.first, b.held, b.padding) == ((1, OUTPUTS, 5), (0, 0, 0), (1, OUTPUTS, 5), (0, 0, 11))
+    assert [(each.module.is_expert, each.summed) for each in (a, b)] == [(True, False), (False, True)]
+    rows = TenantRows.new(config, [a, b], torch.device("cpu"), {}, lambda each: None)
+    for number, each in enumerate(held):
+        factors = rows.modules[each.name]
+        assert torch.equal(factors.a[:5], initial_factor(config, a)[9 + number, :, 5:]) and factors.a.shape == (16, 5)
+        factors.grad_b[:, :5] += 1.0
+        factors.grad_a[:5] += number
+    found = {tensor.role: view for tensor, view in rows.views(rows.gradients)}
+    assert torch.equal(found["b"], torch.full((1, OUTPUTS, 5), 3.0)) and found["a"].mean((1, 2)).tolist() == [0.0, 1.0, 2.0]
+    assert len({rows.modules[each.name].seed for each in held}) == 3
 
 
 def tensors() -> list[RowTensor]:

@@ -24,6 +24,7 @@ from tests.support.families import (
     run_native,
     run_transformers,
 )
+from tests.support.matrix import sampled
 from tests.support.native import open_runtime, train
 from tests.support.released_deepseek import DEEPSEEK_V3
 
@@ -41,13 +42,16 @@ def reference_path(path: Path) -> Path:
 
 
 @pytest.mark.shows("model: DeepSeek-V3, Kimi-K2 and GLM-4.7-Flash equal transformers' log-probs and gradients to 1e-5")
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize(
+    "model",
+    sampled(MODELS, "deepseek_v3", "deepseek_v3, YaRN, one latent, values wider than keys", "glm4_moe_lite"),
+)
 def test_log_probs_and_gradients_equal_transformers_packed_and_alone(tmp_path: Path, model: str) -> None:
     path = write_latent(model, tmp_path / "model")
     assert_equal_packed_and_alone(path, LENGTHS, reference_path(path))
 
 
-@pytest.mark.parametrize("model", ["deepseek_v3", "glm4_moe_lite"])
+@pytest.mark.parametrize("model", sampled(["deepseek_v3", "glm4_moe_lite"], "deepseek_v3"))
 def test_a_trained_model_is_saved_for_transformers_with_the_same_log_probs(tmp_path: Path, model: str) -> None:
     path = write_latent(model, tmp_path / "model")
     change_config(path, scoring_func="sigmoid", topk_method="noaux_tc")

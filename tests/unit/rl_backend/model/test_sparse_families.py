@@ -24,7 +24,7 @@ from tests.support.tenants import tenants_job
 from tests.unit.rl_backend.model.test_multi_token import mean_nll
 
 LENGTHS = (21, 1, 5, 13)
-FAMILIES = ("deepseek_v32", "glm_moe_dsa")
+FAMILIES = (pytest.param("deepseek_v32", marks=pytest.mark.long), "glm_moe_dsa")
 
 
 @pytest.fixture(scope="module", params=FAMILIES)

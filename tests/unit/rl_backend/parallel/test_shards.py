@@ -10,7 +10,7 @@ from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from rl_backend.contracts import ParallelConfig, UnsupportedError
 from rl_backend.parallel.groups import fake_rank
-from rl_backend.parallel.shards import ShardLayout, chunk, layout_of, local_region, local_tensor, owns
+from rl_backend.parallel.shards import ShardLayout, choose_senders, chunk, layout_of, local_region, local_tensor, owns
 
 # Ranks 10 to 15 as 2 by 3; the second dimension is cut over the 3, then what is left over the 2.
 NESTED = ShardLayout((4, 7), (2, 3), (10, 11, 12, 13, 14, 15), ((1, 1), (0, 1)))
@@ -45,18 +45,32 @@ def test_each_cut_divides_what_those_before_it_left() -> None:
     assert [region(NESTED, rank)[1] for rank in range(10, 16)] == [(0, 2), (3, 5), (6, 7), (2, 3), (5, 6), (7, 7)]
     assert {region(NESTED, rank)[0] for rank in range(10, 16)} == {(0, 4)}
     # The empty one is no part.
-    assert [rank for rank, _ in NESTED.parts()] == [10, 11, 12, 13, 14]
-    assert sum((part.stop - part.start) for _, (_, part) in NESTED.parts()) == 7
+    assert list(NESTED.copies().values()) == [[10], [11], [12], [13], [14]]
+    assert sum((part.stop - part.start) for _, part in NESTED.copies()) == 7
     assert all(NESTED.counts(rank) for rank in range(10, 16))
 
 
 def test_of_ranks_with_the_same_rectangle_the_first_counts() -> None:
     assert [region(COPIES, rank)[0] for rank in range(6)] == [(0, 2), (0, 2), (2, 4), (2, 4), (4, 5), (4, 5)]
     assert [COPIES.counts(rank) for rank in range(6)] == [True, False] * 3
-    assert [(rank, part.start) for rank, (part, _) in COPIES.parts()] == [(0, 0), (2, 2), (4, 4)]
+    assert [(ranks, part.start) for (part, _), ranks in COPIES.copies().items()] == [([0, 1], 0), ([2, 3], 2), ([4, 5], 4)]
     whole = ShardLayout((3,), (2, 2), (4, 5, 6, 7), ())
     assert [whole.counts(rank) for rank in (4, 5, 6, 7)] == [True, False, False, False]
-    assert list(whole.parts()) == [(4, (slice(0, 3),))]
+    assert whole.copies() == {(slice(0, 3),): [4, 5, 6, 7]}
+
+
+def test_of_copies_each_rank_sends_about_as_much_as_the_others() -> None:
+    everyone = (0, 1, 2, 3)
+    assert choose_senders([]) == []
+    assert choose_senders([(6, everyone)] * 8) == [0, 1, 2, 3, 0, 1, 2, 3]
+    # What one rank alone has counts first, wherever it stands; then the largest of the others.
+    assert choose_senders([(5, everyone), (2, (0, 1)), (9, everyone), (7, (1,)), (4, (3,))]) == [2, 1, 0, 1, 3]
+    assert choose_senders([(1, (3, 2))]) == [2], "of equals the first"
+    sizes = [3 + 7 * number % 23 for number in range(200)]
+    sent = [0] * 4
+    for size, rank in zip(sizes, choose_senders([(size, everyone) for size in sizes]), strict=True):
+        sent[rank] += size
+    assert max(sent) - min(sent) <= max(sizes)
 
 
 @pytest.mark.parametrize(

@@ -48,7 +48,7 @@ def test_attention_over_a_tree_is_that_of_its_sequences(
     monkeypatch: pytest.MonkeyPatch, window: int | None, has_sinks: bool
 ) -> None:
     monkeypatch.setattr(prefixes, "SHORTEST_RUN", 1)
-    for seed in range(30):
+    for seed in range(10):
         sequences = sequences_of_a_tree(seed)
         tree = prefixes.grow(sequences)
         assert tree.shares

@@ -158,6 +158,7 @@ def collected(names: tuple[str, ...], folder: Path) -> subprocess.CompletedProce
     return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
 
 
+@pytest.mark.long
 @pytest.mark.shows("gpu-check: whichever package is missing, the tests that do not need it run")
 def test_gpu_tests_are_collected_without_any_optional_package(tmp_path: Path) -> None:
     result = collected(gpu_check.OPTIONAL, tmp_path)

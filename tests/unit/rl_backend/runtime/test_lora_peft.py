@@ -27,6 +27,7 @@ from rl_backend.data.micro_batches import pack
 from rl_backend.runtime.native.engine import NativeRuntime
 from rl_backend.runtime.native.handle import NativeHandle
 from rl_backend.runtime.tenants.handle import TenantHandle
+from tests.support.matrix import sampled
 from tests.support.models import write_tiny
 from tests.support.native import VOCAB_SIZE, open_runtime
 from tests.support.peft_reference import load_factors, peft_model, train_with_peft, transformers_model
@@ -65,7 +66,7 @@ MIXTURE = {
 
 @pytest.fixture(
     scope="module",
-    params=["qwen3", "llama", "qwen3_moe", "qwen3_5", pytest.param("qwen3_5_moe", marks=pytest.mark.long)],
+    params=sampled(["qwen3", "llama", "qwen3_moe", "qwen3_5", "qwen3_5_moe"], "qwen3", "qwen3_moe"),
 )
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("models") / request.param

@@ -17,7 +17,7 @@ from rl_backend.primitive.adapters import Factors, dropped
 from rl_backend.runtime.tenants.handle import TenantHandle
 from tests.support.models import write_tiny
 from tests.support.native import VOCAB_SIZE, open_runtime
-from tests.support.peft_reference import load_factors, peft_factors, peft_model
+from tests.support.peft_reference import apart, load_factors, peft_factors, peft_model
 from tests.support.sft_batches import random_token_sequences
 from tests.support.tenants import nll
 
@@ -34,6 +34,10 @@ CASES: Mapping[str, tuple[str, LoRAConfig]] = {
     "linear layers": ("qwen3", LoRAConfig(rank=4, alpha=24.0, targets=("attention", "feed_forward"), seed=5)),
     "magnitudes": ("qwen3", LoRAConfig(rank=4, alpha=24.0, targets=("attention", "down_proj"), use_dora=True, seed=6)),
     "experts": ("qwen3_moe", LoRAConfig(rank=20, alpha=9.0, targets=("experts",), use_rslora=True, seed=7)),
+    "experts that share a factor": (
+        "qwen3_moe",
+        LoRAConfig(rank=5, alpha=9.0, targets=("experts",), experts_share_factor=True, seed=4),
+    ),
     "magnitudes of experts": ("qwen3_moe", LoRAConfig(rank=4, targets=("experts",), use_dora=True, seed=8)),
     "embedding and head": ("qwen3_moe", LoRAConfig(rank=4, alpha=6.0, targets=("embedding", "head"), seed=9)),
 }
@@ -106,11 +110,11 @@ def test_losses_and_gradients_are_pefts_with_the_same_inputs_dropped(models: dic
             loss.backward()
             expected.append(loss.item())
         assert found.tenants["mine"].losses == pytest.approx(expected, rel=1e-5)
-        gradients = {name: value.clone() for name, value in runtime.export_gradients(tenant)}
+        gradients = apart({name: value.clone() for name, value in runtime.export_gradients(tenant)})
         runtime.zero_grad(tenant)
         with runtime.eval_mode(tenant):
             runtime.forward_backward(base, data, {"mine": nll})
-        without = dict(runtime.export_gradients(tenant))
+        without = apart(dict(runtime.export_gradients(tenant)))
     for name, factor in peft_factors(reference).items():
         # An expert that no token went to has no gradient in torch.
         wanted = torch.zeros_like(factor) if factor.grad is None else factor.grad

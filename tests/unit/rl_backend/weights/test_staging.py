@@ -28,7 +28,7 @@ def layout_of(tensors: dict[str, Tensor]) -> tuple[tuple[TensorInfo, ...], int]:
 def staged(tensors: dict[str, Tensor]) -> tuple[Tensor, WeightManifest]:
     layout, size = layout_of(tensors)
     buffer = torch.full((size,), 0xCD, dtype=torch.uint8)
-    return buffer, write_tensors(buffer, layout, tensors.items(), version=5)
+    return buffer, WeightManifest(version=5, tensors=write_tensors(buffer, layout, tensors.items()))
 
 
 def test_tensors_lie_behind_each_other_at_whole_cache_lines() -> None:
@@ -61,8 +61,8 @@ def test_each_tensor_is_told_of_once_it_is_in_its_place(threads: int) -> None:
             yield name, lent
             lent.zero_()
 
-    manifest = write_tensors(buffer, layout, reused(), version=5, threads=threads, staged=note)
-    assert manifest.version == 5 and manifest.tensors == tuple(told)
+    manifest = WeightManifest(version=5, tensors=write_tensors(buffer, layout, reused(), threads=threads, staged=note))
+    assert manifest.tensors == tuple(told)
     assert [info.digest for info in told] == [tensor_digest(tensor) for tensor in TENSORS.values()]
     assert [info.offset for info in told] == [info.offset for info in layout]
     check_staged(buffer, manifest, engine="engine 0", threads=threads)
@@ -82,7 +82,7 @@ def test_an_export_is_closed_when_what_is_told_fails() -> None:
         raise OSError("gone")
 
     with pytest.raises(OSError, match="gone"):
-        write_tensors(torch.zeros(size, dtype=torch.uint8), layout, export(), version=0, staged=fail)
+        write_tensors(torch.zeros(size, dtype=torch.uint8), layout, export(), staged=fail)
     assert closed == [True]
 
 

@@ -48,7 +48,8 @@ def weights() -> dict[str, Tensor]:
 def staged(tensors: dict[str, Tensor], version: int = 3) -> tuple[Tensor, WeightManifest]:
     layout, nbytes = plan_layout(TensorInfo.of(name, tensor.shape, tensor.dtype) for name, tensor in tensors.items())
     buffer = torch.full((nbytes,), 0xCD, dtype=torch.uint8)
-    return buffer, write_tensors(buffer, layout, tensors.items(), version=version, threads=2)
+    written = write_tensors(buffer, layout, tensors.items(), threads=2)
+    return buffer, WeightManifest(version=version, tensors=written)
 
 
 def test_staged_tensors_read_back_bit_for_bit_at_aligned_offsets() -> None:
@@ -156,7 +157,7 @@ def test_an_export_that_differs_from_what_it_announced_is_refused(fault: str) ->
         "recast": [("a", torch.zeros(4, 2).double()), ("b", torch.zeros(3))],
     }[fault]
     with pytest.raises(WeightCheckError, match="the export"):
-        write_tensors(torch.empty(nbytes, dtype=torch.uint8), layout, exported, version=0)
+        write_tensors(torch.empty(nbytes, dtype=torch.uint8), layout, exported)
 
 
 @pytest.mark.parametrize("dtype", FLOATS)

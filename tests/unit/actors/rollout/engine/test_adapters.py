@@ -52,7 +52,7 @@ class Slots:
             self.owned.add(args[0])
         elif method == "forget_adapter":
             self.kept.remove(args[0])
-        return [self.problem if method == "adapter_problem" else ""]
+        return ["", self.problem if method == "adapter_problem" else ""]
 
 
 def store_of(llm: Any, engine: int, adapters: int) -> AdapterStore:

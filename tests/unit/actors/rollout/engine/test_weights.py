@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,8 +16,15 @@ from actors.rollout.engine import weights
 from actors.rollout.engine.in_process import VllmInProcess
 from actors.rollout.engine.weights import WeightReceiver
 from actors.wire.segment import Segment, SharedSegment
-from rl_backend.contracts import TensorInfo, WeightCheckError, WeightManifest, WeightSyncError, WeightVersionError
-from rl_backend.weights.staging import ExpectedWeights, plan_layout, write_tensors
+from rl_backend.contracts import (
+    TensorInfo,
+    TensorPart,
+    WeightCheckError,
+    WeightManifest,
+    WeightSyncError,
+    WeightVersionError,
+)
+from rl_backend.weights.staging import ExpectedWeights, plan_layout, read_tensor, write_tensors
 from tests.support.answering import serve
 
 INFOS = (TensorInfo.of("a", (2, 3), torch.float32), TensorInfo.of("b", (4,), torch.float32))
@@ -65,7 +73,7 @@ class Source:
 
     def write(self, version: int, value: float = 1.0) -> WeightManifest:
         weights = [(info.name, torch.full(info.shape, value)) for info in INFOS]
-        return write_tensors(self.memory.buffer, self.layout, weights, version=version)
+        return WeightManifest(version=version, tensors=write_tensors(self.memory.buffer, self.layout, weights))
 
 
 @pytest.fixture
@@ -172,7 +180,7 @@ def test_an_engine_receives_into_its_own_segment_in_the_group_of_one_sync(
 
     monkeypatch.setattr(weights, "GlooGroup", Group)
     layout = WeightManifest(version=1, tensors=plan_layout(INFOS)[0])
-    joined: Any = engine.join_gloo
+    joined: Any = lambda key, name, position: engine.join_gloo(key, {0: name}, position)  # noqa: E731
     joined("a", "a", 1)
     engine.make_segment(256)
     engine._verified = layout
@@ -189,6 +197,41 @@ def test_an_engine_receives_into_its_own_segment_in_the_group_of_one_sync(
     assert done[-1] == "close b 2" and Path(segment.path).exists()
     engine.leave_gloo("a")
     assert done[-1] == "close a 3" and not Path(segment.path).exists()
+
+
+def test_an_engine_receives_rectangles_of_all_ranks_at_one_time_into_one_tensor(
+    engine: WeightReceiver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    together = threading.Barrier(2)
+
+    class Group:
+        def __init__(self, address: Any, position: int) -> None:
+            self.rank, self.sent = address, 0
+
+        def close(self) -> None: ...
+
+        def broadcast(self, tensor: Any) -> None:
+            together.wait(10)
+            self.sent += 1
+            assert tensor.is_contiguous()
+            tensor.copy_(10 * self.rank + self.sent + torch.arange(tensor.numel()).view(tensor.shape) / 16)
+
+    monkeypatch.setattr(weights, "GlooGroup", Group)
+    layout, nbytes = plan_layout(INFOS)
+    edges = [("a", 3, (0, 1), (2, 2)), ("b", 3, (1,), (3,)), ("a", 5, (0, 0), (2, 1)), ("b", 5, (0,), (1,))]
+    parts = tuple(
+        TensorPart.of(name, shape, torch.float32, whole=info.shape, start=start, rank=rank).replace(offset=info.offset)
+        for name, rank, start, shape in edges
+        for info in layout
+        if info.name == name
+    )
+    joined: Any = engine.join_gloo
+    joined("key", {3: 3, 5: 5}, 1)
+    segment = engine.make_segment(nbytes)
+    engine.receive("key", WeightManifest(version=1, tensors=layout, parts=parts))
+    buffer = engine._map(segment)
+    a, b = (read_tensor(buffer, info).tolist() for info in layout)
+    assert a == [[51.0, 31.0, 31.0625], [51.0625, 31.125, 31.1875]] and b == [52.0, 32.0, 32.0625, 32.125]
 
 
 def test_half_of_the_cores_check_while_the_trainer_stages_and_all_when_it_waits(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -140,6 +141,28 @@ def test_engines_that_started_are_ended_when_one_of_them_does_not(cluster: Clust
     with pytest.raises(WeightCheckError, match="this one cannot"):
         RolloutGroup(config())
     assert sorted(cluster.ray.killed) == sorted(actor.name for _, actor in cluster.made) and len(cluster.made) == 3
+
+
+def test_engines_that_are_not_waited_for_start_meanwhile_and_what_kept_them_is_raised_where_they_are_joined(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate = threading.Event()
+
+    @contextmanager
+    def held(_: Any) -> Iterator[None]:
+        assert gate.wait(30)
+        yield
+
+    monkeypatch.setattr(group_module, "ending_stopped", held)
+    with RolloutGroup(config(), wait=False) as group:
+        assert living(group) == ()
+        gate.set()
+        group.join()
+        assert living(group) == (0, 1, 2)
+    cluster.answers[1]["start"] = WeightCheckError("this one cannot")
+    with RolloutGroup(config(), wait=False) as group, pytest.raises(WeightCheckError, match="this one cannot"):
+        group.join()
+    assert set(cluster.ray.killed) == {actor.name for _, actor in cluster.made} and len(cluster.made) == 6
 
 
 def test_engines_of_this_node_are_looked_at_until_they_have_joined(

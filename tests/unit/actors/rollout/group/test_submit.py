@@ -11,6 +11,7 @@ import pytest
 
 from actors.rollout.config import RolloutConfig, SamplingConfig
 from actors.rollout.group.adapters import GroupAdapters
+from actors.rollout.group.calls import PendingSamples
 from actors.rollout.group.engines import EngineSet
 from actors.rollout.group.group import RolloutGroup
 from actors.rollout.messages import AdapterVersion, PushedAdapter, Request, Response, VersionSpan, prompt_problem
@@ -123,3 +124,26 @@ def test_what_no_engine_could_answer_is_asked_of_none() -> None:
         with pytest.raises(error, match=message):
             group.submit(prompts, sampling, seeds=seeds)
     assert not group.asked
+
+
+@pytest.mark.parametrize("interrupted", [False, True])
+def test_what_nobody_waits_for_any_more_is_given_up(interrupted: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    group, answers = Group(), [[Future[Response](), Future[Response]()]]
+    answers[0][0].set_result(Response([1], [], "length", (VersionSpan(3, 1),)))
+    monkeypatch.setattr(group.turns, "ask", lambda groups: answers)
+    if interrupted:
+        monkeypatch.setattr(PendingSamples, "result", raise_interrupt)
+    with pytest.raises(KeyboardInterrupt if interrupted else TimeoutError):
+        group.generate([[1]], SamplingConfig(n=2), timeout=0.01)
+    assert [each.cancelled() for each in answers[0]] == [False, True]
+
+
+def raise_interrupt(pending: PendingSamples, timeout: float | None) -> None:
+    raise KeyboardInterrupt
+
+
+def test_a_prompt_that_the_caller_changes_afterwards_is_asked_as_it_was() -> None:
+    group, prompt = Group(), [1]
+    pending = group.submit([prompt], SamplingConfig())
+    prompt.append(2)
+    assert [request.prompt_ids for (request,) in group.asked] == [each.prompt_ids for each in pending.result()] == [[1]]

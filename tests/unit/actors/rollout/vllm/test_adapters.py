@@ -11,7 +11,14 @@ from torch import Tensor
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
-from vllm.lora.layers import MergedColumnParallelLinearWithLoRA, VocabParallelEmbeddingWithLoRA
+from vllm.lora.layers import (
+    ColumnParallelLinearWithLoRA,
+    FusedMoEWithLoRA,
+    MergedColumnParallelLinearWithLoRA,
+    MergedQKVParallelLinearWithLoRA,
+    RowParallelLinearWithLoRA,
+    VocabParallelEmbeddingWithLoRA,
+)
 
 from actors.rollout.vllm import adapters
 from actors.rollout.vllm.adapters import AdapterSlots
@@ -27,11 +34,22 @@ def stacked(*sizes: tuple[int, int]) -> tuple[tuple[Tensor, ...], tuple[Tensor, 
     return a, tuple(torch.zeros(SLOTS, 1, outputs, LARGEST) for _, outputs in sizes)
 
 
-def layer(kind: Any, a: Any, b: Any) -> Any:
+def layer(kind: Any, a: Any, b: Any, **fields: Any) -> Any:
     made: Any = SimpleNamespace() if kind is None else kind.__new__(kind)
-    object.__setattr__(made, "lora_a_stacked", a)
-    object.__setattr__(made, "lora_b_stacked", b)
+    for name, value in {"lora_a_stacked": a, "lora_b_stacked": b, **fields}.items():
+        object.__setattr__(made, name, value)
     return made
+
+
+def manager_of(layers: dict[str, Any], packed: dict[str, list[str]]) -> Any:
+    return SimpleNamespace(
+        modules=layers,
+        packed_modules=packed,
+        lora_config=SimpleNamespace(max_lora_rank=LARGEST),
+        lora_index_to_id=[None] * SLOTS,
+        _registered_adapters={},
+        _active_adapters={},
+    )
 
 
 class Mapper:
@@ -66,14 +84,7 @@ class Worker(AdapterSlots):
             "model.layers.1.o_proj": layer(None, v[0][0], v[1][0]),
         }
         packed = {f"model.layers.0.{whole}": [f"model.layers.0.{part}" for part in parts] for whole, parts in PARTS.items()}
-        self.manager: Any = SimpleNamespace(
-            modules=self.layers,
-            packed_modules=packed,
-            lora_config=SimpleNamespace(max_lora_rank=LARGEST),
-            lora_index_to_id=[None] * SLOTS,
-            _registered_adapters={},
-            _active_adapters={},
-        )
+        self.manager = manager_of(self.layers, packed)
         model = SimpleNamespace(hf_to_vllm_mapper=Mapper()) if renames else SimpleNamespace()
         super().__init__(
             SimpleNamespace(lora_manager=SimpleNamespace(_adapter_manager=self.manager), get_model=lambda: model)
@@ -262,3 +273,90 @@ def test_adapters_of_directories_are_vllms_own_affair(monkeypatch: pytest.Monkey
         ("_add_of_vllm", (manager, "adapter")),
         ("_activate_of_vllm", (manager, 3)),
     ]
+
+
+class Part(Worker):
+    """The second of two workers, whose layers are cut by vLLM's own functions: a head of keys and values for both, linear
+    layers cut by outputs and by inputs, and experts that share a factor.
+    """
+
+    def __init__(self) -> None:
+        qkv, up, down = stacked((6, 4), (6, 2), (6, 2)), stacked((6, 4)), stacked((3, 5))
+        a = torch.zeros(SLOTS, 1, LARGEST, 6), torch.zeros(SLOTS, 3, LARGEST, 4)
+        b = torch.zeros(SLOTS, 3, 4, LARGEST), torch.zeros(SLOTS, 1, 6, LARGEST)
+        of_experts = {
+            "w13_lora_a_stacked": (a[0], a[0].clone()),
+            "w13_lora_b_stacked": (b[0], b[0].clone()),
+            "w2_lora_a_stacked": (a[1],),
+            "w2_lora_b_stacked": (b[1],),
+            "adapter_enabled": torch.zeros(SLOTS + 1, dtype=torch.int),
+            "enable_moe_shared_loras": True,
+            "moe_config": SimpleNamespace(
+                intermediate_size_per_partition=4, moe_parallel_config=SimpleNamespace(use_ep=False)
+            ),
+        }
+        one_of_two = {"tp_size": 2, "tp_rank": 1}
+        heads = SimpleNamespace(num_kv_head_replicas=2, output_sizes=[8, 4, 4])
+        of_heads = {"output_ids": (1, 0, 0), "output_slices": (4, 2, 2), "n_slices": 3, "base_layer": heads}
+        plain = {"is_merged_col_linear": False, "output_size": 4, "base_layer": SimpleNamespace()}
+        whole = SimpleNamespace(output_sizes=[4, 4])
+        self.layers = {
+            "l.qkv_proj": layer(MergedQKVParallelLinearWithLoRA, *qkv, **of_heads, **one_of_two),
+            "l.up": layer(ColumnParallelLinearWithLoRA, *up, **plain, **one_of_two),
+            "l.down": layer(RowParallelLinearWithLoRA, *down, input_size=3, base_layer=SimpleNamespace(), **one_of_two),
+            "l.experts": layer(FusedMoEWithLoRA, [], [], **of_experts, **one_of_two),
+            "l.fused": layer(ColumnParallelLinearWithLoRA, *stacked((6, 4)), base_layer=whole, reset_lora=int, **one_of_two),
+        }
+        packed = {"l.qkv_proj": ["l.q", "l.k", "l.v"], "l.experts": [f"l.experts.w{number}" for number in (1, 2, 3)]}
+        self.manager = manager_of(self.layers, packed)
+        model = SimpleNamespace()
+        runner = SimpleNamespace(lora_manager=SimpleNamespace(_adapter_manager=self.manager), get_model=lambda: model)
+        AdapterSlots.__init__(self, runner)
+
+
+WHOLE: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {
+    "q": ((2, 6), (8, 2)),
+    **dict.fromkeys("kv", ((2, 6), (2, 2))),
+    "up": ((2, 6), (8, 2)),
+    "down": ((2, 6), (5, 2)),
+    **dict.fromkeys(("experts.w1", "experts.w3"), ((1, 2, 6), (3, 8, 2))),
+    "experts.w2": ((3, 2, 8), (1, 6, 2)),
+}
+"""Shapes of A and B of an adapter of rank 2."""
+
+
+def test_a_worker_holds_the_parts_of_factors_that_vllm_would_give_it() -> None:
+    worker = Part()
+    a, b = ({module: torch.randn(pair[place]) for module, pair in WHOLE.items()} for place in (0, 1))
+    given = {peft_name(f"l.{each}", is_a=held is a): value for held in (a, b) for each, value in held.items()}
+    assert keep(worker, given) == ""
+    assert activate(worker, 7) and worker.problem("memory://a", 7) == ""
+    qkv, up, down, experts, _ = worker.layers.values()
+    for place, cut in enumerate(qkv.slice_lora_b([b["q"], b["k"], b["v"]])):
+        assert torch.equal(qkv.lora_b_stacked[place][0, 0, :, :2], cut)
+        assert torch.equal(qkv.lora_a_stacked[place][0, 0, :2], a["qkv"[place]])
+    assert torch.equal(up.lora_b_stacked[0][0, 0, :, :2], up.slice_lora_b(b["up"]))
+    assert torch.equal(down.lora_a_stacked[0][0, 0, :2], down.slice_lora_a(a["down"]))
+    assert torch.equal(down.lora_b_stacked[0][0, 0, :, :2], b["down"])
+    for place, stack in enumerate(("experts.w1", "experts.w3")):
+        assert torch.equal(experts.w13_lora_a_stacked[place][0, :, :2], a[stack])
+        assert torch.equal(experts.w13_lora_b_stacked[place][0, ..., :2], experts._slice_w13_b(b[stack]))
+    assert torch.equal(experts.w2_lora_a_stacked[0][0, :, :2], experts._slice_w2_a(a["experts.w2"]))
+    assert torch.equal(experts.w2_lora_b_stacked[0][0, ..., :2], b["experts.w2"])
+    assert experts.adapter_enabled.tolist() == [1, 0, 0, 0]
+    experts.w2_lora_b_stacked[0][0, 0, 5, 1] += 1.0
+    name = peft_name("l.experts.w2", is_a=False)
+    assert worker.problem("memory://a", 7) == f"vLLM's kernels read another {name} than was sent"
+
+
+def test_factors_that_workers_cannot_cut_are_refused_and_damage_on_the_way_is_seen() -> None:
+    worker = Part()
+    given = {peft_name(f"l.{each}", is_a=not place): torch.ones(WHOLE[each][place]) for each in WHOLE for place in (0, 1)}
+    half = {**given, peft_name("l.up", is_a=False): torch.zeros(4, 2)}
+    assert keep(worker, half).endswith("l.up.lora_B.weight has shape (4, 2), expected (8, 2)")
+    one = {**given, peft_name("l.experts.w1", is_a=True): torch.zeros(3, 2, 6)}
+    assert keep(worker, one).endswith("has shape (3, 2, 6), expected (1, 2, 6)")
+    fused = {peft_name("l.fused", is_a=True): torch.zeros(2, 6), peft_name("l.fused", is_a=False): torch.zeros(8, 2)}
+    assert keep(worker, fused).startswith("l.fused takes no adapters in this engine")
+    assert worker.keep("memory://a", 2, given, "of something else") == "" and activate(worker, 7)
+    assert worker.problem("memory://a", 7) == "it was damaged on its way"

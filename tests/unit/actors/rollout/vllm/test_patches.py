@@ -287,6 +287,8 @@ def test_tokens_are_drawn_as_often_as_they_are_likely_and_never_those_that_are_c
     log_probs = torch.tensor([[-torch.inf, 0.5, 0.5, -torch.inf]]).log_softmax(-1)
     ends = torch.tensor([0.0, 1.0 - 2**-53], dtype=torch.float64)
     assert patches._tokens_at(log_probs.repeat(2, 1), ends).tolist() == [1, 2]
+    # Weights that are no numbers: the token has a log-prob, whatever it is.
+    assert 0 <= int(patches._tokens_at(torch.full((1, 4), torch.nan), ends[:1])) < 4
 
 
 @pytest.mark.parametrize(

@@ -94,7 +94,6 @@ class Started:
         self.arguments: dict[str, Any] = {}
         self.served_config: dict[str, Any] | None = None
         self.is_moe = False
-        self.kept_from_experts = 0
         self.error: Exception | None = None
         self.dtypes: list[list[str]] = [["float32"]]
 
@@ -115,17 +114,10 @@ def vllm(monkeypatch: pytest.MonkeyPatch) -> Started:
 
     # As if an engine's process had imported the worker: what that changes in vLLM is not for this process.
     monkeypatch.setitem(WeightTransferEngineFactory._registry, "rl_backend", None)
-    from actors.rollout.vllm import patches
-
     made = Started()
-
-    def keep() -> None:
-        made.kept_from_experts += 1
-
     monkeypatch.setattr(package, "LLM", made.llm, raising=False)
     monkeypatch.setattr(EngineArgs, "__post_init__", lambda arguments: None)
     monkeypatch.setattr(EngineArgs, "create_model_config", lambda arguments: SimpleNamespace(is_moe=made.is_moe))
-    monkeypatch.setattr(patches, "keep_adapters_from_experts", keep)
     monkeypatch.setattr(process, "require_same_head", lambda path: None)
     return made
 
@@ -258,9 +250,9 @@ def test_engines_have_slots_for_adapters_of_the_modules_that_a_device_serves(
         found = {name: vllm.arguments[name] for name in ("enable_lora", "max_loras", "max_cpu_loras", "max_lora_rank")}
         assert found == {"enable_lora": True, "max_loras": slots, "max_cpu_loras": slots, "max_lora_rank": kept}
         assert vllm.arguments.get("lora_target_modules") == targets
-    assert vllm.kept_from_experts == (4 if device == "cpu" and is_moe else 0)
+        assert vllm.arguments.get("enable_moe_shared_loras", False) is (device == "cuda")
     start(tmp_path, device, fields=fields)
-    assert not any("lora" in name for name in vllm.arguments) and vllm.kept_from_experts <= 4
+    assert not any("lora" in name for name in vllm.arguments)
 
 
 def test_what_vllm_cannot_be_started_with_is_refused_first(

@@ -25,7 +25,7 @@ from actors.rollout.messages import AdapterVersion, Request
 from actors.rollout.vllm.streaming import CheckedIpcWeightTransferEngine, CheckedLoad, ChecksumInfo
 from actors.rollout.vllm.worker import ReaderFilesLoader
 from actors.wire.segment import SharedSegment
-from rl_backend.contracts import TensorInfo, WeightSyncError
+from rl_backend.contracts import TensorInfo, WeightManifest, WeightSyncError
 from rl_backend.weights.inspection import device_checksum
 from rl_backend.weights.staging import plan_layout, write_tensors
 
@@ -143,7 +143,7 @@ def test_staged_weights_go_into_vllms_loaders_between_packings(
     monkeypatch.setattr(worker, "finalize_layerwise_reload", lambda model, config: done.append(f"finalize {config}"))
     weights = {"b": torch.arange(6.0).view(2, 3), "a": torch.ones(3).bfloat16()}
     layout, _ = plan_layout([TensorInfo.of(name, tuple(each.shape), each.dtype) for name, each in weights.items()])
-    manifest = write_tensors(segment.buffer, layout, weights.items(), version=1)
+    manifest = WeightManifest(version=1, tensors=write_tensors(segment.buffer, layout, weights.items()))
     loaded: list[tuple[str, Tensor]] = []
 
     def load(given: Any) -> None:

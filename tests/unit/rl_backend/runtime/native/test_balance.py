@@ -73,8 +73,11 @@ class PlainRule:
         self.forget()
 
 
-@pytest.mark.shows("model: 20 steps of DeepSeek-V3 with loss-free balancing equal transformers' with a plain rule")
-def test_twenty_steps_equal_transformers_with_a_plain_rule(model: Path) -> None:
+@pytest.mark.shows(
+    "model: steps of DeepSeek-V3 with loss-free balancing equal transformers' with a plain rule, 20 in make test-all"
+)
+@pytest.mark.parametrize("steps", [5, pytest.param(20, marks=pytest.mark.long)])
+def test_steps_equal_transformers_with_a_plain_rule(model: Path, steps: int) -> None:
     reference = load_transformers(model)
     rule = PlainRule(reference)
     optimizer = torch.optim.AdamW(
@@ -89,7 +92,7 @@ def test_twenty_steps_equal_transformers_with_a_plain_rule(model: Path) -> None:
     settings = OptimizerConfig(lr=1e-4, weight_decay=0.1, betas=(0.9, 0.95), eps=1e-8, clip_grad=0.0)
     with open_runtime(model, optimizer=settings, **BALANCED) as runtime:
         handle = runtime.build_model()
-        for seed in range(20):
+        for seed in range(steps):
             data = micro_batches(SPLIT, seed=seed)
             runtime.zero_grad(handle)
             result = runtime.forward_backward(handle, data, token_loss)

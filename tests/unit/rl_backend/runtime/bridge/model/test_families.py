@@ -13,6 +13,7 @@ from rl_backend.contracts import PackedBatch, RLBackendError, UnsupportedError
 from tests.support.bridge_runs import open_bridge
 from tests.support.deepseek import change_config
 from tests.support.families import load_transformers, pack, random_sequences, run_transformers
+from tests.support.matrix import sampled
 from tests.support.models import write_tiny
 from tests.support.moe import write_moe
 from tests.support.sparse_models import write_sparse
@@ -86,13 +87,20 @@ def assert_equals_transformers(path: Path) -> None:
 
 
 @pytest.mark.shows("bridge: Qwen2, Qwen3, Llama, Mistral and Qwen3-MoE equal transformers' log-probs to 1e-5")
-@pytest.mark.parametrize("case", EQUAL)
+@pytest.mark.parametrize(
+    "case",
+    sampled(
+        EQUAL,
+        *("qwen2, untied", "qwen3", "qwen3, yarn", "llama, heads wider than the hidden state", "llama, llama3"),
+        *("mistral, window of 5", "mistral, narrow heads, one key head"),
+    ),
+)
 def test_a_dense_family_equals_transformers(case: str, tmp_path: Path) -> None:
     family, changes = EQUAL[case]
     assert_equals_transformers(write_tiny(family, tmp_path / "model", **changes))
 
 
-@pytest.mark.parametrize("case", MIXTURES)
+@pytest.mark.parametrize("case", sampled(MIXTURES, "qwen3_moe, weights not normalised"))
 def test_a_mixture_of_experts_equals_transformers(case: str, tmp_path: Path) -> None:
     assert_equals_transformers(write_moe(case, tmp_path / "model"))
 
