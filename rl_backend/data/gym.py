@@ -36,7 +36,7 @@ class GymRows(Rows):
         return {
             "prompt": [{"role": "user", "content": entry["question"]}],
             "answer": entry["answer"],
-            "extra_info": {"question": entry["question"], "metadata": entry["metadata"], "source": self.source},
+            "extra_info": {"question": entry["question"], "metadata": entry["metadata"], "gym": self.source},
         }
 
     def score(self, answer: str, entry: Mapping[str, Any]) -> float:
@@ -101,7 +101,7 @@ def score_last_number(
 
 def _score(task: str, answer: str, ground_truth: Any, extra_info: Mapping[str, Any] | None) -> float:
     entry = {"answer": ground_truth, **(extra_info or {})}
-    return _opened(entry.pop("source", PREFIX + task)).score(answer, entry)
+    return _opened(entry.pop("gym", PREFIX + task)).score(answer, entry)
 
 
 @lru_cache(maxsize=64)

@@ -11,7 +11,17 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import Tensor
 
-from rl_backend.contracts import CheckpointError, ConfigError, ExportInterruptedError, TensorPart
+from rl_backend.contracts import (
+    CheckpointError,
+    ConfigError,
+    ExportInterruptedError,
+    NativeConfig,
+    ParallelConfig,
+    RuntimeConfig,
+    TensorPart,
+)
+from rl_backend.lab.plan.make import make_plan
+from rl_backend.lab.plan.memory import Workload
 from rl_backend.weights.staging import require_covered
 from tests.support.models import write_tiny_qwen3
 from tests.support.moe import write_moe
@@ -91,7 +101,8 @@ def test_what_ranks_send_is_every_weight_once_in_even_shares(
         "tied": lambda: tied_model,
     }
     dtype = torch.bfloat16 if family == "mixture" else None
-    results = ranks.run(rectangles_job, str(written[family]()), layout, dtype, world_size=4)
+    path = str(written[family]())
+    results = ranks.run(rectangles_job, path, layout, dtype, world_size=4)
     planned, _, exported = results[0]
     assert all(each == planned for each, *_ in results)
     found = {name: torch.full_like(tensor, torch.nan) for name, tensor in exported.items()}
@@ -103,6 +114,11 @@ def test_what_ranks_send_is_every_weight_once_in_even_shares(
             found[mine[text].name][mine[text].region] = tensor
         assert sum(tensor.nbytes for tensor in sent.values()) <= share * sum(each.nbytes for each in exported.values())
     assert_equal_tensors(found, exported)
+    config = RuntimeConfig(hf_path=path, backend_cfg=NativeConfig(parallel=ParallelConfig(**layout), param_dtype="float32"))
+    work = Workload(
+        sequence_length=64, micro_batch_tokens=64, num_micro_batches=2, sync_dtype="bfloat16" if dtype else "float32"
+    )
+    assert make_plan(config, 4, work).sync_sent == [sum(each.nbytes for each in sent.values()) for _, sent, _ in results]
 
 
 def test_a_tied_lm_head_is_not_exported(ranks: RankPool, tied_model: Path) -> None:

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import pytest
 import torch
 import torch.distributed as dist
+
+from rl_backend.contracts import OptimizerConfig, RuntimeConfig
+from rl_backend.runtime.native.engine import NativeRuntime, native_runtime
 
 if TYPE_CHECKING:
     from adapters.verl.engine import RuntimeEngine
@@ -39,12 +43,14 @@ def open_engine(
     router_replay: str = "disabled",
     async_save: bool = False,
     lora: Mapping[str, Any] | None = None,
+    exact: bool = False,
     **engine: Any,
 ) -> Iterator[RuntimeEngine]:
     """An engine that verl's registry would build from these configurations, initialised.
 
     Args:
         lora: fields of verl's model configuration.
+        exact: masters, passes and gradients are float64, which no configuration can ask for.
     """
     from adapters.verl.cpu_platform import register
 
@@ -53,6 +59,7 @@ def open_engine(
     from verl.workers.config import HFModelConfig, McoreOptimizerConfig
     from verl.workers.config.engine import EngineRouterReplayConfig
 
+    from adapters.verl import engine as module
     from adapters.verl.engine import LanguageModelEngine, ValueModelEngine
     from adapters.verl.engine_config import RLBackendEngineConfig
 
@@ -65,17 +72,29 @@ def open_engine(
         **engine,
     )
     optimizer = {"lr": 1e-3, "lr_decay_style": "linear", "total_training_steps": 10, **(optimizer or {})}
-    made = (LanguageModelEngine if head == "language_model" else ValueModelEngine)(
-        HFModelConfig(path=str(model), load_tokenizer=False, model_type=head, **(lora or {})),
-        config,
-        None if config.forward_only else McoreOptimizerConfig(**optimizer),
-        CheckpointConfig(save_contents=list(contents), load_contents=list(contents), async_save=async_save),
-    )
-    try:
+    with ExitStack() as undo:
+        if exact:
+            patch = undo.enter_context(pytest.MonkeyPatch.context())
+            patch.setattr(module, "create_runtime", _in_float64)
+            # Another optimizer than the runtime's would have the configuration checked again.
+            patch.setattr(module, "optimizer_settings", lambda config: None)
+            undo.callback(torch.set_default_dtype, torch.get_default_dtype())
+            torch.set_default_dtype(torch.float64)
+        made = (LanguageModelEngine if head == "language_model" else ValueModelEngine)(
+            HFModelConfig(path=str(model), load_tokenizer=False, model_type=head, **(lora or {})),
+            config,
+            None if config.forward_only else McoreOptimizerConfig(**optimizer),
+            CheckpointConfig(save_contents=list(contents), load_contents=list(contents), async_save=async_save),
+        )
+        undo.callback(made.close)
         made.initialize()
         yield made
-    finally:
-        made.close()
+
+
+def _in_float64(config: RuntimeConfig) -> NativeRuntime:
+    update = {"param_dtype": "float64", "reduce_dtype": "float64", "optimizer": OptimizerConfig(lr=1e-3)}
+    exact = config.backend_cfg.model_copy(update=update)
+    return native_runtime(config.model_copy(update={"backend_cfg": exact}))
 
 
 def mean_loss(engine: RuntimeEngine, output: Mapping[str, Any]) -> float:

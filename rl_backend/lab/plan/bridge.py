@@ -41,8 +41,8 @@ COPIES_OF_EXPORTED = 4
 
 def bridge_memory(
     config: RuntimeConfig, num_ranks: int, workload: Workload
-) -> tuple[list[RankMemory], Sequence[TensorInfo]]:
-    """Memory of each pipeline rank, and the tensors of a weight sync.
+) -> tuple[list[RankMemory], Sequence[TensorInfo], list[int]]:
+    """Memory of each pipeline rank, the tensors of a weight sync, and bytes of them that each rank sends.
 
     Raises:
         ConfigError: a layout that does not fit the model.
@@ -81,7 +81,8 @@ def bridge_memory(
         }
         taken = vars(most_in_flight(passes, measured)) | _buffers(options, num_ranks, experts, chunks)
         found.append(RankMemory(logits_chunk=stages.logits_chunk, sync_bucket=bucket, **taken))
-    return found, weights
+    # Ranks gather whole tensors, which the first sends.
+    return found, weights, [sum(weight.nbytes for weight in weights), *([0] * (num_ranks - 1))]
 
 
 class LocalLayers:

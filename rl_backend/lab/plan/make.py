@@ -38,6 +38,7 @@ class Plan:
     engine_slots: bytes that each vLLM engine takes for the adapters of LoRA tenants.
     repeats_prompts: why prompts are computed for each of their samples; empty where they are computed once.
     sequence_cache: what an engine keeps of one sequence while it generates; None where the model does not say.
+    sync_sent: bytes of a weight sync that each rank sends, through shared memory or gloo.
     """
 
     config: RuntimeConfig
@@ -49,6 +50,7 @@ class Plan:
     engine_slots: int = 0
     repeats_prompts: str = ""
     sequence_cache: CacheBytes | None = None
+    sync_sent: Sequence[int] = ()
 
     @property
     def layout(self) -> dict[str, int]:
@@ -76,6 +78,10 @@ class Plan:
     def sequence_tokens(self) -> int:
         """Of all sequences of a micro-batch: more than are computed where prompts are computed once."""
         return self.workload.micro_batch(shares_prompts=not self.repeats_prompts).num_tokens
+
+    def sync_seconds(self, link_gib: float) -> tuple[float, float]:
+        """Of the rank that sends most in a weight sync over gloo, and of an engine's host; links have ``link_gib`` GiB/s."""
+        return max(self.sync_sent) / GIB / link_gib, self.sync_bytes / GIB / link_gib
 
     def largest(self, phase: Phase) -> RankMemory:
         return max(self.ranks, key=lambda rank: rank.total(phase, self.workload.offload))
@@ -105,7 +111,7 @@ def make_plan(config: RuntimeConfig, num_ranks: int, workload: Workload) -> Plan
         )
     check_config(config, num_ranks)
     workload = _within_positions(workload, config)
-    ranks, weights = counted[config.backend](config, num_ranks, workload)
+    ranks, weights, sent = counted[config.backend](config, num_ranks, workload)
     slots = engine_slot_bytes(weights, config, workload) if workload.tenants else 0
     dp_size = config.backend_cfg.parallel.data_parallel_size(num_ranks)
     sync_bytes = sum(weight.nbytes for weight in weights)
@@ -114,7 +120,7 @@ def make_plan(config: RuntimeConfig, num_ranks: int, workload: Workload) -> Plan
         native = config.options(NativeConfig)
         repeats = why_prompts_are_repeated(describe_model(config.hf_path, native, workload.head), native, workload)
     cache = _sequence_cache(config, workload)
-    return Plan(config, num_ranks, workload, dp_size, ranks, sync_bytes, slots, repeats, cache)
+    return Plan(config, num_ranks, workload, dp_size, ranks, sync_bytes, slots, repeats, cache, sent)
 
 
 def _within_positions(workload: Workload, config: RuntimeConfig) -> Workload:
@@ -183,7 +189,8 @@ def candidate_layouts(config: RuntimeConfig, num_ranks: int) -> list[ParallelCon
     return [base.replace(tp=replica // (pp * cp), pp=pp, cp=cp, ep=ep) for replica, pp, cp, ep in sorted(found)]
 
 
-def as_text(plan: Plan, device_bytes: int | None, fitting: Plan | None) -> str:
+def as_text(plan: Plan, device_bytes: int | None, fitting: Plan | None, link_gib: Sequence[float] = ()) -> str:
+    """A table, and sentences; ``link_gib`` are GiB/s of links that a weight sync may have."""
     work, peaks = plan.workload, {phase: plan.peak(phase) for phase in PHASES}
     most = max(peaks.values())
     unit, unit_bytes = ("GiB", GIB) if most >= GIB else ("MiB", 2**20)
@@ -218,6 +225,12 @@ def as_text(plan: Plan, device_bytes: int | None, fitting: Plan | None) -> str:
         f"a weight sync sends {amount(plan.sync_bytes)} {unit} in {work.sync_dtype}; through shared memory "
         "or gloo it keeps as much of /dev/shm until it is closed"
     )
+    if link_gib:
+        lines.append(f"a rank sends at most {amount(max(plan.sync_sent))} {unit} of it, and each engine's host receives all")
+    for gib in link_gib:
+        lines.append(
+            "at {:g} GiB/s a link takes {:.2f} s to send that, and {:.2f} s to receive".format(gib, *plan.sync_seconds(gib))
+        )
     lines.append(
         f"with recover=memory the ranks' nodes keep two states of {amount(plan.state_bytes)} {unit} in host memory, other "
         f"nodes as much again, and the driver about {plan.step_bytes / 2**20:.1f} MiB of each step since"
@@ -246,7 +259,7 @@ def as_text(plan: Plan, device_bytes: int | None, fitting: Plan | None) -> str:
     return "\n".join([*lines, "", f"does not fit {device}: {', '.join(over)}", remedy])
 
 
-def as_json(plan: Plan, device_bytes: int | None, fitting: Plan | None) -> dict[str, Any]:
+def as_json(plan: Plan, device_bytes: int | None, fitting: Plan | None, link_gib: Sequence[float] = ()) -> dict[str, Any]:
     """Bytes per rank and phase."""
     offload, ranks_of_a_stage = plan.workload.offload, plan.num_ranks // len(plan.ranks)
     facts: dict[str, Any] = {
@@ -255,6 +268,10 @@ def as_json(plan: Plan, device_bytes: int | None, fitting: Plan | None) -> dict[
         "parallel": plan.layout,
         "workload": plan.workload.model_dump(),
         "sync_bytes": plan.sync_bytes,
+        "sync_sent": list(plan.sync_sent),
+        "sync_seconds": {
+            f"{gib:g}": dict(zip(("send", "receive"), plan.sync_seconds(gib), strict=True)) for gib in link_gib
+        },
         "engine_slots": plan.engine_slots,
         "state_bytes": plan.state_bytes,
         "step_bytes": plan.step_bytes,

@@ -13,7 +13,7 @@ from rl_backend.contracts import TARGET_IDS, ConfigError, HasEffect, Head, Packe
 from rl_backend.contracts.atoms import Part
 from rl_backend.contracts.base_config import BaseConfig
 from rl_backend.contracts.lora import LoRAConfig
-from rl_backend.parallel.shards import local_tensor
+from rl_backend.parallel.shards import ShardLayout, layout_of, local_tensor
 from rl_backend.primitive.float32 import kept_ends, parameters_in_float32
 
 type Phase = Literal["training", "optimizer_step", "log_probs", "weight_sync", "rollout"]
@@ -178,6 +178,7 @@ class ParameterSize(NamedTuple):
         whole: shape on all ranks together.
         trained: whether it has a gradient.
         in_float32: it is computed with in float32, whatever the dtype of the rest.
+        layout: which rank has which rectangle of it.
     """
 
     held: int
@@ -185,6 +186,7 @@ class ParameterSize(NamedTuple):
     whole: tuple[int, ...]
     trained: bool
     in_float32: bool
+    layout: ShardLayout | None = None
 
 
 @dataclass(frozen=True)
@@ -209,7 +211,8 @@ class ShardedStage:
         in_float32 = parameters_in_float32(plain)
         parameters = {
             name: ParameterSize(
-                local_tensor(value).numel(), computed[name], tuple(value.shape), value.requires_grad, name in in_float32
+                *(local_tensor(value).numel(), computed[name], tuple(value.shape), value.requires_grad, name in in_float32),
+                layout=layout_of(value),
             )
             for name, value in sharded.named_parameters()
         }

@@ -41,9 +41,11 @@ from rl_backend.primitive.log_prob import IGNORE_LABEL, logits_chunk_bytes
 from rl_backend.runtime.export_stream import plan_buckets
 from rl_backend.runtime.native.adapters import held_modules
 from rl_backend.runtime.native.build import build_module
+from rl_backend.runtime.native.export import sharded_weights
 from rl_backend.runtime.native.forward_backward import RankBatch, lay_out
 from rl_backend.runtime.native.layout import (
     ModelDescription,
+    TensorLayout,
     algorithm,
     describe_model,
     model_stages,
@@ -256,8 +258,10 @@ class RankStages:
 
 def native_memory(
     config: RuntimeConfig, num_ranks: int, workload: Workload
-) -> tuple[list[RankMemory], Sequence[TensorInfo]]:
-    """Memory of each pipeline rank, and the tensors of a weight sync; raises as ``make_plan``."""
+) -> tuple[list[RankMemory], Sequence[TensorInfo], list[int]]:
+    """Memory of each pipeline rank, the tensors of a weight sync, and bytes of them that each rank sends; raises as
+    ``make_plan``.
+    """
     native = config.options(NativeConfig)
     model = describe_model(config.hf_path, native, workload.head)
     actions = rank_actions(native, workload.num_micro_batches)
@@ -297,7 +301,7 @@ def native_memory(
                 **vars(most_in_flight(passes, stages.measured)),
             )
         )
-    return found, weights
+    return found, weights, sent_by_rank(model, ranks, num_ranks, workload)
 
 
 def why_prompts_are_repeated(model: ModelDescription, native: NativeConfig, workload: Workload) -> str:
@@ -413,6 +417,22 @@ def weights_to_sync(model: ModelDescription, ranks: Sequence[RankStages], worklo
         for key, name in model.weight_names.items()
         for index, stored in stored_tensors(name)
     ]
+
+
+def sent_by_rank(model: ModelDescription, ranks: Sequence[RankStages], num_ranks: int, workload: Workload) -> list[int]:
+    """Bytes of ``export_shards``."""
+    layouts = {
+        name: TensorLayout(size.layout, torch.float32, size.in_float32)
+        for rank in ranks
+        for stage in rank.sharded.values()
+        for name, size in stage.parameters.items()
+        if size.layout is not None
+    }
+    dtype, sent = getattr(torch, workload.sync_dtype), [0] * num_ranks
+    for weight in sharded_weights({}, model.weight_names, layouts, dtype=dtype, only=None):
+        for part in weight.parts:
+            sent[part.rank] += part.numel * weight.dtype.itemsize
+    return sent
 
 
 def sync_bucket_bytes(weights: Sequence[TensorInfo], byte_budget: int | None, world_size: int) -> int:

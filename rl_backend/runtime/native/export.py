@@ -4,7 +4,7 @@ import itertools
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import lru_cache, partial
 from typing import NamedTuple
 
 import torch
@@ -173,6 +173,7 @@ def sharded_weights(
 type _Rectangle = tuple[Region, Sequence[int]]  # with the ranks that have it
 
 
+@lru_cache(256)  # layers are alike
 def _rectangles(layout: ShardLayout, num_packed: int) -> dict[tuple[int, ...], list[_Rectangle]]:
     """Those of each weight, by its place in the first ``num_packed`` dimensions."""
     found: dict[tuple[int, ...], list[_Rectangle]] = {

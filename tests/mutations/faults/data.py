@@ -288,7 +288,7 @@ FAULTS = [
     Fault(
         "answers-judged-with-the-options-of-other-questions",
         "rl_backend.data.gym:_score",
-        '_opened(entry.pop("source", PREFIX + task))',
+        '_opened(entry.pop("gym", PREFIX + task))',
         "_opened(PREFIX + task)",
         ("test_answers_are_judged_with_the_options_that_made_the_question",),
         "right answers to questions of other sizes than a task's usual ones would count as wrong",

@@ -155,6 +155,7 @@ def test_sequences_are_not_longer_than_the_model_has_positions(tmp_path: Path, c
         (("--ranks", "2", "--ep", "2"), "--ep 2: this model has no experts"),
         (("--ranks", "0"), "--ranks 0: must be at least 1"),
         (("--ranks", "1", "--device-gib", "0"), "--device-gib 0.0: must be above 0"),
+        (("--ranks", "1", "--sync", "50", "0"), "--sync 50.0 0.0: must be above 0"),
         (("--ranks", "1", "--sequence-length", "9000"), "--sequence-length 9000: does not fit into micro_batch_tokens=8192"),
         (("--ranks", "1", "--head", "values", "--entropy"), "--entropy True: head='values' has no entropy"),
         (("--ranks", "1", "--lora.rank", "8"), "is of tenants=0 LoRA tenants; set tenants too"),

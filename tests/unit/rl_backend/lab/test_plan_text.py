@@ -112,6 +112,16 @@ def test_the_text_has_a_table_and_what_follows_from_it() -> None:
     assert "a weight sync sends 30.00 MiB in bfloat16; through shared memory or gloo" in text and "Megatron" not in text
 
 
+def test_links_of_a_weight_sync_are_that_of_the_rank_that_sends_most_and_that_of_an_engine() -> None:
+    made = plan(sync_sent=[10 * MIB, 20 * MIB, 0, 0])
+    text = as_text(made, None, None, [0.5, 2])
+    assert "\na rank sends at most 20.00 MiB of it, and each engine's host receives all\n" in text
+    assert "\nat 0.5 GiB/s a link takes 0.04 s to send that, and 0.06 s to receive\nat 2 GiB/s a link takes 0.01 s" in text
+    facts = as_json(made, None, None, [0.5])
+    assert facts["sync_sent"] == [10 * MIB, 20 * MIB, 0, 0]
+    assert facts["sync_seconds"] == {"0.5": {"send": 40 / 1024, "receive": 60 / 1024}}
+
+
 def test_a_large_plan_is_in_larger_units_and_leaves_out_what_it_has_not() -> None:
     big = rank(activations=3 * GIB, flops=3 * 10**12, logits_chunk=0)
     text = as_text(plan(big, layout={}, sequence_cache=CacheBytes(MIB)), 8 * GIB, None)

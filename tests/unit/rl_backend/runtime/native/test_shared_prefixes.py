@@ -130,10 +130,19 @@ def every_run(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.shows(
     "runtime: with shared prefixes computed once, log-probs, losses and gradients equal those without to 1e-10 in float64"
 )
-@pytest.mark.parametrize("family", ["qwen3", "starcoder2", "gpt_oss"])
-def test_shared_prefixes_train_as_whole_sequences(models: Mapping[str, Path], family: str) -> None:
+@pytest.mark.parametrize(
+    ("family", "trees"),
+    [
+        pytest.param("qwen3", 12, id="qwen3"),
+        pytest.param("starcoder2", 6, id="starcoder2"),
+        pytest.param("gpt_oss", 6, id="gpt_oss"),
+        pytest.param("gpt_oss", 30, id="gpt_oss-30", marks=pytest.mark.long),
+        pytest.param("qwen3", 30, id="qwen3-30", marks=pytest.mark.long),
+    ],
+)
+def test_shared_prefixes_train_as_whole_sequences(models: Mapping[str, Path], family: str, trees: int) -> None:
     """Full attention; windows that end in the prefix; those with sinks, and experts."""
-    batches = [batch_of(sequences_of_a_tree(seed), seed) for seed in range(12 if family == "qwen3" else 6)]
+    batches = [batch_of(sequences_of_a_tree(seed), seed) for seed in range(trees)]
     expected = compute(models[family], batches)
     assert_same(compute(models[family], batches, share_prefixes="auto"), expected, batches)
 
