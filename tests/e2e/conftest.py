@@ -36,8 +36,6 @@ from tests.support.rollout import ReferenceTrainer
 from tests.support.served_tenants import CONFIGS, ServedTenants
 
 LEARNED_STEPS = 12
-WARM_STEPS = 400
-"""Of the warm start where no long test runs: fewer than the demo has, and enough to learn from in ``LEARNED_STEPS``."""
 MAX_NUM_SEQS = 120
 """Of ``rollout_pair``."""
 CLUSTER_CPUS = 24
@@ -203,10 +201,9 @@ def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def warm_model(request: pytest.FixtureRequest, task: Path, ray_cluster: None) -> Path:
+def warm_model(task: Path, ray_cluster: None) -> Path:
     """The demo's model after its warm start."""
-    has_long = any(item.get_closest_marker("long") for item in request.session.items)
-    return warm_start(DemoConfig() if has_long else DemoConfig(warm_start_steps=WARM_STEPS), task, task.parent)
+    return warm_start(DemoConfig(), task, task.parent)
 
 
 @pytest.fixture(scope="session")

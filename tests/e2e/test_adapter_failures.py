@@ -98,6 +98,7 @@ def test_a_push_that_one_engine_refuses_and_another_dies_in_changes_nothing(serv
     assert served.tokens("middle") == expected
 
 
+@pytest.mark.long
 @pytest.mark.shows("lora: after kill -9 of a rank a run resumes with every tenant at its last saved step and version")
 def test_a_run_goes_on_with_every_tenant_after_a_rank_is_killed(
     ray_cluster: None, untied_model: Path, tmp_path: Path

@@ -74,6 +74,7 @@ def test_the_exit_status_and_the_message_of_a_failed_example_reach_the_caller(he
     assert " failed: Job entrypoint command failed with exit code 2" in run.stdout.splitlines()[-1]
 
 
+@pytest.mark.long
 def test_a_job_finds_its_plugins_and_an_interrupt_stops_it(head: HeadNode, tmp_path: Path) -> None:
     plugin = tmp_path / "my_plugin"
     plugin.mkdir()

@@ -153,7 +153,7 @@ def test_eight_clients_at_one_time_get_the_bits_that_each_has_alone(served: Serv
 def test_check_goes_through_a_server_of_two_models_from_nothing(model: Path, tmp_path: Path) -> None:
     other = write_tiny("qwen3", tmp_path / "other", vocab_size=300, seed=1)
     command = command_of(model, "--model", f"other={other}", "--check")
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=600)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("\nok   ") == 12 and f"\nserving {model}, other at http" in f"\n{done.stdout}"
 

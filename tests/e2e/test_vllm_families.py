@@ -22,6 +22,7 @@ def engines(ray_cluster: None, tmp_path_factory: pytest.TempPathFactory) -> Iter
     engines.close()
 
 
+@pytest.mark.long
 @pytest.mark.shows(
     "weight sync: DeepSeek-V3, Kimi-K2, GLM-4.5 and 4.7 and MiniMax-M2 are served in float32 with transformers' log-probs"
 )
@@ -29,11 +30,11 @@ def engines(ray_cluster: None, tmp_path_factory: pytest.TempPathFactory) -> Iter
     ("model_type", "fields"),
     [
         ("deepseek_v3", {}),
-        pytest.param("deepseek_v3", {"rope_parameters": LATENT_YARN, "q_lora_rank": None}, marks=pytest.mark.long),
-        pytest.param("kimi_k2", {"n_group": 1, "topk_group": 1}, marks=pytest.mark.long),
-        pytest.param("glm4_moe_lite", {}, marks=pytest.mark.long),
-        pytest.param("glm4_moe", {}, marks=pytest.mark.long),
-        pytest.param("minimax_m2", {}, marks=pytest.mark.long),
+        ("deepseek_v3", {"rope_parameters": LATENT_YARN, "q_lora_rank": None}),
+        ("kimi_k2", {"n_group": 1, "topk_group": 1}),
+        ("glm4_moe_lite", {}),
+        ("glm4_moe", {}),
+        ("minimax_m2", {}),
     ],
 )
 def test_log_probs_are_transformers_after_every_push(

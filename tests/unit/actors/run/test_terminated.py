@@ -18,10 +18,10 @@ SECONDS = 120.0
 @pytest.mark.parametrize(
     "where",
     [
-        "ray",
+        "driver",
         *(
             pytest.param(where, marks=pytest.mark.long)
-            for where in ("driver", "reward", "twice", "reward_that_catches_all", "reward_that_exits")
+            for where in ("ray", "reward", "twice", "reward_that_catches_all", "reward_that_exits")
         ),
     ],
 )
