@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from rl_backend.checkpoint.manifest import MANIFEST_NAME
+from rl_backend.checkpoint.manifest import MANIFEST_NAME, read_manifest
 from rl_backend.contracts import CheckpointError, HandleError, OptimizerConfig, UnsupportedError
 from rl_backend.contracts.lora import LoRAConfig
 from rl_backend.runtime.native.engine import NativeRuntime
@@ -84,11 +83,11 @@ def test_a_tenant_is_made_from_its_checkpoint_and_continues_with_or_without_its_
     tenant = made(runtime, base, "one", seed=5)
     train(runtime, tenant, range(2))
     runtime.save_checkpoint(tenant, tmp_path / "saved", extra={"step": 2})
-    # As one from before there was the field.
-    manifest = tmp_path / "saved" / MANIFEST_NAME
-    facts = json.loads(manifest.read_text())
-    del facts["lora"]["config"]["experts_share_factor"]
-    manifest.write_text(json.dumps(facts))
+    manifest = read_manifest(tmp_path / "saved")
+    assert manifest.lora is not None
+    config = {name: value for name, value in manifest.lora.config.items() if name != "experts_share_factor"}
+    before_the_field = manifest.replace(lora=manifest.lora.replace(config=config))
+    (tmp_path / "saved" / MANIFEST_NAME).write_text(before_the_field.sealed_text())
     weights: dict[str, Tensor] = copied(runtime.export_lora_adapter(tenant))
     lora, head = saved_tenant(tmp_path / "saved")
     assert (lora, head) == (LORA.replace(seed=5), "log_probs")
