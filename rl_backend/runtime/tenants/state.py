@@ -53,14 +53,16 @@ def load_tenant_state(handle: TenantHandle, path: StateSource, *, optimizer: boo
             # Refused next by the names of its parameters.
             return
         mine = handle.lora.model_dump(mode="json")
+        # What is newer than the checkpoint has its default.
+        saved = LoRAConfig.model_validate(facts.config).model_dump(mode="json")
         # Weights alone do not depend on how they began.
         free = () if optimizer else ("seed", "dropout")
         for name, value in mine.items():
-            if name not in free and facts.config.get(name) != value:
+            if name not in free and saved[name] != value:
                 raise CheckpointError.at(
                     path,
-                    f"holds a tenant with LoRAConfig.{name}={facts.config.get(name)!r}, {handle.name!r} has {value!r}; make "
-                    "the adapter with the configuration that was saved",
+                    f"holds a tenant with LoRAConfig.{name}={saved[name]!r}, {handle.name!r} has {value!r}; make the "
+                    "adapter with the configuration that was saved",
                     name=name,
                 )
         if facts.base != base:

@@ -237,8 +237,8 @@ FAULTS = [
     Fault(
         "configurations-of-a-saved-tenant-not-compared",
         "rl_backend.runtime.tenants.state:load_tenant_state.check",
-        "if name not in free and facts.config.get(name) != value:",
-        "if name not in facts.config:",
+        "if name not in free and saved[name] != value:",
+        "if name not in saved:",
         (_OTHER_BASE,),
         "a tenant with another alpha would go on from factors of the one before",
     ),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from rl_backend.checkpoint.manifest import MANIFEST_NAME
 from rl_backend.contracts import CheckpointError, HandleError, OptimizerConfig, UnsupportedError
 from rl_backend.contracts.lora import LoRAConfig
 from rl_backend.runtime.native.engine import NativeRuntime
@@ -82,6 +84,11 @@ def test_a_tenant_is_made_from_its_checkpoint_and_continues_with_or_without_its_
     tenant = made(runtime, base, "one", seed=5)
     train(runtime, tenant, range(2))
     runtime.save_checkpoint(tenant, tmp_path / "saved", extra={"step": 2})
+    # As one from before there was the field.
+    manifest = tmp_path / "saved" / MANIFEST_NAME
+    facts = json.loads(manifest.read_text())
+    del facts["lora"]["config"]["experts_share_factor"]
+    manifest.write_text(json.dumps(facts))
     weights: dict[str, Tensor] = copied(runtime.export_lora_adapter(tenant))
     lora, head = saved_tenant(tmp_path / "saved")
     assert (lora, head) == (LORA.replace(seed=5), "log_probs")
