@@ -58,7 +58,7 @@ async def owner_of(request: Request) -> str:
     key = request.headers.get("x-api-key") or request.headers.get("authorization", "").removeprefix("Bearer ")
     if not key:
         raise HTTPException(401, "no key: send X-API-Key, or Authorization: Bearer")
-    owner = server.store.owner_of(key) if server.store.has_keys else "local"
+    owner = server.store.owner_of(key) if server.needs_keys else "local"
     if owner is None:
         raise HTTPException(401, "the key is not known; rl-backend serve --new-key NAME makes one")
     # A client that asks too often must not lose its session by it.

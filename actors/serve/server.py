@@ -36,6 +36,7 @@ _SAVES = {"weights": "save_weights", "sampler_weights": "save_weights_for_sample
 _NAME = re.compile(r"[\w][\w.-]{0,199}")
 _SWEEP_SECONDS = 10.0
 _SPEED_SECONDS = 60.0
+_KEYS_SECONDS = 1.0
 _WRITE_SECONDS = 60.0
 _MOST_METADATA = 16 << 10
 _LONGEST_LIFE = 10 * 366 * 86400.0
@@ -217,6 +218,7 @@ class Server:
         self.models = {model.name: model for model in models}
         self.started = time.time()
         self.rates = Rates(limits.requests_per_second)
+        self._needs_keys, self._look_for_keys = False, 0.0
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._snapshots: dict[str, deque[Snapshot]] = {}
         self._open_samples = 0
@@ -235,6 +237,13 @@ class Server:
         since, before = self._counts[0]
         seconds = max(time.time() - since, 1.0)
         return {kind: (count - before[model.name][kind]) / seconds for kind, count in model.tokens.items()}
+
+    @property
+    def needs_keys(self) -> bool:
+        """Whether requests need a key, as it was within the last second: to look takes longer than most of them do."""
+        if not self._needs_keys and (now := time.monotonic()) > self._look_for_keys:
+            self._needs_keys, self._look_for_keys = self.store.has_keys, now + _KEYS_SECONDS
+        return self._needs_keys
 
     @property
     def failed(self) -> str:
