@@ -102,6 +102,14 @@ FAULTS = [
         "ranks would write one piece several times",
     ),
     Fault(
+        "manifest-lists-files-of-rank-0-alone",
+        "rl_backend.checkpoint.training_state:write_training_state",
+        "files = {name: facts for part in parts for name, facts in sorted(part.items())}",
+        "files = dict(sorted(writer.written.items()))",
+        ("test_random_state_is_each_ranks_own_and_is_restored",),
+        "no checkpoint of several ranks could be loaded",
+    ),
+    Fault(
         "latest-points-to-a-draft",
         "actors.folder.checkpoints:RunCheckpoints.commit",
         "rename_synced(draft, path)",

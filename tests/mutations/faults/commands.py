@@ -99,6 +99,14 @@ FAULTS = [
         "the second user's mistake would be found when the first one trains",
     ),
     Fault(
+        "plan-of-one-rank-by-default",
+        "rl_backend.cli.plan:add_arguments",
+        "type=int, required=True,",
+        "type=int, default=1,",
+        ("test_what_a_command_does_not_take_is_refused_in_a_sentence",),
+        "a plan without --ranks would be for one rank, and nobody would be told",
+    ),
+    Fault(
         "unexpected-errors-without-a-traceback",
         "rl_backend.cli.main:_reported",
         "if debug or not (expected or missing_package(error)):",

@@ -25,6 +25,14 @@ FAULTS = [
         "a debugger that looks at an engine three times would end it",
     ),
     Fault(
+        "beat-of-the-process-before",
+        f"{_HEARTBEATS}.beat",
+        "beat is not None and beat.actor is actor",
+        "beat is not None",
+        ("test_what_became_of_the_process_before_is_not_noted_of_the_engine_in_its_place[died]",),
+        "an engine that has just been replaced would be killed for the end of the one before",
+    ),
+    Fault(
         "a-replaced-engine-wakes-up",
         f"{_HEARTBEATS}._be_late",
         "process.kill()",

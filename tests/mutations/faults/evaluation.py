@@ -155,6 +155,22 @@ FAULTS = [
         "chats of another form, which a template ends otherwise, would not end",
     ),
     Fault(
+        "end-token-zero-is-no-end",
+        "actors.collect.stop_tokens:named_ends",
+        "ids = named if isinstance(named, list) else [] if named is None else [named]",
+        "ids = named if isinstance(named, list) else [named] if named else []",
+        ("test_a_response_ends_with_the_tokenizers_and_the_generation_configs_tokens",),
+        "responses of models of the GPT-NeoX family would not end",
+    ),
+    Fault(
+        "turns-that-end-with-token-zero-have-no-end",
+        "actors.collect.stop_tokens:Ends.added_to",
+        "end is not None",
+        "end",
+        ("test_the_template_is_asked_once_for_each_form_of_messages",),
+        "answers of a chat model whose turns end with token 0 would not end",
+    ),
+    Fault(
         "more-passes-than-responses",
         "actors.collect.eval_sets:EvalSet._check_pass_at",
         "if n is not None and k > n:",

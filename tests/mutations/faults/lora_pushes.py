@@ -70,6 +70,14 @@ FAULTS = [
         "a tenant would be sampled with the adapter of another in its base",
     ),
     Fault(
+        "empty-adapter-name-is-the-base",
+        "actors.rollout.group.adapters:GroupAdapters.chosen",
+        "[None if name is None else self._version(name) for name in names]",
+        "[self._version(name) if name else None for name in names]",
+        ("test_requests_name_one_tenant_or_one_for_each_prompt",),
+        "a tenant whose name was lost on the way would get samples of the base model",
+    ),
+    Fault(
         "versions-of-a-tenant-share-a-name",
         "actors.rollout.messages:AdapterVersion.name",
         'return f"{self.tenant}@{self.version}#{self.number}"',

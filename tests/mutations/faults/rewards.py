@@ -48,6 +48,22 @@ FAULTS = [
         "the last responses of a batch would fail, however quick the function is",
     ),
     Fault(
+        "equal-functions-sent-once-to-a-process",
+        "rl_backend.data.rewards.worker_pool:_Process.__init__",
+        "list(specs)",
+        "list(dict.fromkeys(specs))",
+        ("test_a_function_under_two_names_is_called_for_each",),
+        "a function that has two names would take the place of another, whose calls would end the process",
+    ),
+    Fault(
+        "cancelled-rewards-get-one-turn-to-end",
+        "rl_backend.data.rewards.worker_pool:EventLoop.close.end",
+        "asyncio.wait(tasks, timeout=_END_SECONDS)",
+        "asyncio.sleep(0)",
+        ("test_an_event_loop_runs_what_it_is_given_and_cancels_the_rest_when_it_ends",),
+        "a judge that closes its session when it is cancelled would be cut off",
+    ),
+    Fault(
         "threads-left-behind-without-end",
         "rl_backend.data.rewards.worker_pool:WorkerPool._abandon",
         "if len(self._left_behind) > MOST_LEFT_BEHIND:",

@@ -166,6 +166,22 @@ FAULTS = [
         "a few bytes would fill the server's memory",
     ),
     Fault(
+        "sparse-rows-begin-one-late",
+        "actors.serve.wire:_write_cells",
+        "np.searchsorted(rows, np.arange(len(values) + 1))",
+        'np.searchsorted(rows, np.arange(len(values) + 1), side="right")',
+        ("test_sparse_log_probs_are_sent_row_by_row",),
+        "a client would read the log-probs of one place as those of another, or could not read them",
+    ),
+    Fault(
+        "check-of-seeds-asks-once",
+        "actors.serve.check:_samples",
+        'client.post("asample", seq_id=1, **asked)',
+        'client.post("asample", seq_id=0, **asked)',
+        ("test_the_check_goes_through_everything_and_names_what_fails",),
+        "serve --check would call a server right that ignores seeds",
+    ),
+    Fault(
         "small-bodies-become-gigabytes",
         "actors.serve.wire:_count",
         "found > _MOST_FIELDS",

@@ -24,7 +24,13 @@ TOKENIZER: Any = SimpleNamespace(eos_token_id=2)
 
 @pytest.mark.parametrize(
     ("named", "expected"),
-    [({}, (2,)), ({"eos_token_id": None}, (2,)), ({"eos_token_id": 5}, (2, 5)), ({"eos_token_id": [7, 2, 0, 7]}, (2, 7, 0))],
+    [
+        ({}, (2,)),
+        ({"eos_token_id": None}, (2,)),
+        ({"eos_token_id": 5}, (2, 5)),
+        ({"eos_token_id": 0}, (2, 0)),
+        ({"eos_token_id": [7, 2, 0, 7]}, (2, 7, 0)),
+    ],
 )
 def test_a_response_ends_with_the_tokenizers_and_the_generation_configs_tokens(
     tmp_path: Path, named: dict[str, Any], expected: tuple[int, ...]
@@ -62,7 +68,7 @@ def test_the_template_is_asked_once_for_each_form_of_messages(tmp_path: Path, mo
 
     def turn_end(template: ChatTemplate, found: Any) -> int | None:
         asked.append((len(found), template))
-        return {1: 9, 2: None, 3: 4}[len(found)]
+        return {1: 9, 2: None, 3: 0}[len(found)]
 
     monkeypatch.setattr(ChatTemplate, "turn_end", turn_end)
     ends = Ends(str(tmp_path), TOKENIZER, DataConfig(chat_template_kwargs={"x": 1}))
@@ -79,7 +85,7 @@ def test_the_template_is_asked_once_for_each_form_of_messages(tmp_path: Path, mo
     assert asked[3][1] == ChatTemplate(TOKENIZER, {"x": 1}, tools, ())
     assert asked[4][1].documents == ({"text": "t"},)
     given = SamplingConfig(stop_token_ids=(8, 9), top_p=0.5)
-    assert ends.added_to(given) == given.replace(stop_token_ids=(8, 9, 2, 4))
+    assert ends.added_to(given) == given.replace(stop_token_ids=(8, 9, 2, 0))
     assert Ends(str(tmp_path), TOKENIZER, DataConfig()).added_to(given).stop_token_ids == (8, 9, 2), "it has seen nothing"
 
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from actors.serve import wire
 from actors.serve.scores import Scoring
 from actors.serve.training import Training
 from actors.serve.wire import Cells
@@ -70,3 +71,16 @@ def test_texts_that_wait_are_computed_by_the_tokens_of_a_pass(model: Path) -> No
         found = [each.result(60).log_probs[1:] for each in asked]
         training.close()
     assert sizes == [63, 63, 14] and all(np.allclose(each, found[0], atol=1e-6) for each in found)
+
+
+@pytest.mark.parametrize("places", [[(0, 1), (2, 0), (2, 2)], [(1, 2)], [(3, 0), (3, 1)], []], ids=str)
+def test_sparse_log_probs_are_sent_row_by_row(places: list[tuple[int, int]]) -> None:
+    whole, (rows, columns) = np.zeros((4, 3), np.float32), np.array(places, np.int64).reshape(-1, 2).T
+    whole[rows, columns] = -1.0 - np.arange(len(places))
+    body = wire.write_samples([], prompt_targets=Cells(whole, (rows, columns)))
+    sent = wire._MESSAGES["SampleResponse"].FromString(body).target_prompt_logprobs
+    assert list(sent.shape) == [4, 3] and not sent.HasField("dense")
+    begins = [sum(row < end for row, _ in places) for end in range(5)]
+    assert np.frombuffer(sent.sparse_csr.crow_indices, "<i8").tolist() == begins
+    assert np.frombuffer(sent.sparse_csr.col_indices, "<i8").tolist() == [column for _, column in places]
+    assert np.frombuffer(sent.sparse_csr.values, "<f4").tolist() == [-1.0 - number for number in range(len(places))]

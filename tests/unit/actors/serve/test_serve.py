@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
 import math
 import re
 import threading
@@ -177,6 +178,12 @@ def test_the_check_goes_through_everything_and_names_what_fails(
     said: list[str] = []
     check_server(running.url, str(model), largest_gap=1e-5, say=said.append)
     assert len(said) == 6 and all(line.startswith("ok   ") for line in said), said
+    generate, drawn = TorchEngine.generate, itertools.count()
+    with monkeypatch.context() as ignoring:
+        # An engine that ignores seeds.
+        ignoring.setattr(TorchEngine, "generate", lambda *asked: generate(*asked[:4], next(drawn), asked[5]))
+        with pytest.raises(CheckFailedError, match=r"A snapshot samples.*a seed gives the same samples"):
+            check_server(running.url, str(model), largest_gap=1e-5, say=said.append)
     monkeypatch.setattr(running.training, "_vocab_size", 8)
     with pytest.raises(CheckFailedError, match=r"A run trains.*expected 0 to 7"):
         check_server(running.url, str(model), largest_gap=1e-5, say=said.append)

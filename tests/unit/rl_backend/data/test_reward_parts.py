@@ -188,6 +188,7 @@ def test_an_event_loop_runs_what_it_is_given_and_cancels_the_rest_when_it_ends()
         try:
             await asyncio.sleep(60)
         finally:
+            await asyncio.sleep(0.05)
             ended.append("cancelled")
 
     async def gives(value: int) -> int:

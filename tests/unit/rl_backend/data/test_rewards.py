@@ -92,6 +92,20 @@ async def waits(data_source, solution_str, ground_truth, extra_info=None, prompt
 """
 
 
+@pytest.mark.parametrize("options", [{}, {"workers": 2}, {"processes": True}], ids=str)
+def test_a_function_under_two_names_is_called_for_each(
+    options: dict[str, Any], reward_file: Path, opened: ExitStack
+) -> None:
+    functions: Any = {
+        "once": f"{reward_file}:length",
+        "twice": {"function": f"{reward_file}:length", "weight": 2},
+        "right": f"{reward_file}:exact",
+    }
+    scores = opened.enter_context(RewardConfig(functions=functions, **options).load()).score(calls("4", "five"))
+    assert [[score.numbers[name] for name in functions] for score in scores] == [[1, 1, 1], [4, 4, 0]]
+    assert values(scores) == [1 + 2 * 1 + 1, 4 + 2 * 4]
+
+
 @pytest.mark.shows("rewards: what a function does to its arguments reaches no other call and no other function")
 @pytest.mark.parametrize("options", [{}, {"workers": 2}, {"timeout_seconds": 60.0}, {"processes": True}], ids=str)
 @pytest.mark.parametrize("functions", [("takes",), ("takes", "waits"), ("waits", "takes")], ids="-".join)

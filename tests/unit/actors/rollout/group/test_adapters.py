@@ -47,6 +47,9 @@ def test_requests_name_one_tenant_or_one_for_each_prompt() -> None:
         group.chosen(["poet"], 2)
     with pytest.raises(RolloutError, match="adapter='nobody' has not been pushed to these engines; there are clerk, poet"):
         group.chosen(["poet", "nobody"], 2)
+    for unnamed in ("", ["poet", ""]):
+        with pytest.raises(RolloutError, match="adapter='' has not been pushed to these engines"):
+            group.chosen(unnamed, 2)
 
 
 def test_no_tenant_goes_back_to_an_older_version_and_none_is_served_beside_merged_weights() -> None:

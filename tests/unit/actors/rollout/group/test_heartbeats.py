@@ -11,7 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from ray.exceptions import ActorDiedError
+from ray.exceptions import ActorDiedError, RayTaskError
 
 from actors.cluster.processes import Process
 from actors.rollout.config import RolloutConfig
@@ -62,6 +62,19 @@ def test_engines_are_asked_at_every_beat_beside_what_else_they_do(ray: RayInProc
     engines.actors[1].asked.clear()
     engines.beat(2)
     assert not engines.actors[1].asked and len(engines.set._actors[1].asked) == 2, "the new one, without weights too"
+
+
+@pytest.mark.parametrize("outcome", ["died", "dirty", "not yet"])
+def test_what_became_of_the_process_before_is_not_noted_of_the_engine_in_its_place(ray: RayInProcess, outcome: str) -> None:
+    engines, another = Engines(), Actor("another")
+    engines.actors[1].silent.add("pulse")
+    engines.beat(1)
+    engines.set.add({1: another}, {1: engines.set.infos[1]})
+    if outcome != "not yet":
+        died, dirty = ActorDiedError(), RayTaskError("pulse", "", EngineDirtyError("it is dirty"))
+        engines.actors[1].open[-1].answer(died if outcome == "died" else dirty)
+    assert not engines.beat(3) and not ray.killed
+    assert another.asked == [("pulse",)] * 3
 
 
 @pytest.mark.parametrize("error", [EngineDirtyError("it is dirty"), EngineDeadError("a worker ended")])
