@@ -97,7 +97,7 @@ def server_command(folder: Path, other: Path | None = None) -> list[str]:
     return serve_command(
         other or folder / NAME,
         *(*named, "--dtype", "float32", "--max-tokens", str(_BUDGET)),
-        *("--max-model-len", "512", "--kv-cache-gib", "0.25"),
+        *("--max-model-len", "512", "--kv-cache-gib", "0.25", "--max-runs", "128"),
     )
 
 

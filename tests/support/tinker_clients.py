@@ -91,7 +91,7 @@ def train(url: str, model: str, client: Client, vocabulary: int, ready: Callable
 
 def train_together(url: str, model: str, clients: Sequence[Client], vocabulary: int) -> list[Trained]:
     """All at one time: they wait for each other before their first pass."""
-    all_ready = threading.Barrier(len(clients))
+    all_ready = threading.Barrier(len(clients), timeout=120)
     with ThreadPoolExecutor(len(clients)) as pool:
         return list(pool.map(lambda client: train(url, model, client, vocabulary, all_ready.wait), clients))
 

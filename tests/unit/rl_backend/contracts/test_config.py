@@ -37,6 +37,15 @@ FULL: dict[str, dict[str, Any]] = {
         "lr_wsd_decay_steps": 10,
     },
     "TensorInfo": {"name": "w", "shape": (2, 3), "dtype": "bfloat16", "nbytes": 12, "digest": "00ff"},
+    "TensorPart": {
+        "name": "w",
+        "shape": (1, 3),
+        "dtype": "bfloat16",
+        "nbytes": 6,
+        "whole": (2, 3),
+        "start": (1, 0),
+        "rank": 1,
+    },
     "WeightManifest": {"version": 3, "tensors": (TensorInfo(name="w", shape=(), dtype="float32", nbytes=4),)},
     "TrainingManifest": {
         "model_type": "qwen3",
