@@ -93,4 +93,12 @@ FAULTS = [
         ("test_what_a_cpu_cannot_serve",),
         "engines on a GPU would be refused what only a CPU cannot serve",
     ),
+    Fault(
+        "log-probs-before-the-cut",
+        "actors.rollout.vllm.patches:draw_one_number_for_a_token.draw",
+        "log_probs = apply_top_k_top_p(logits, k, p).log_softmax(-1, dtype=torch.float32)",
+        "log_probs = apply_top_k_top_p(logits.log_softmax(-1, dtype=torch.float32), k, p)",
+        ("test_tokens_are_drawn_as_often_as_they_are_likely_and_never_those_that_are_cut",),
+        "with a cut, log-probs of seeded samples would be those of another distribution than was sampled from",
+    ),
 ]

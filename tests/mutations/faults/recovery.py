@@ -309,4 +309,20 @@ FAULTS = [
         ("test_a_version_that_other_ranks_have_computed_again_has_the_same_digests",),
         "a run that goes on with fewer ranks would end at its next push",
     ),
+    Fault(
+        "any-file-in-memory-is-taken-for-stacks",
+        "actors.cluster.processes:stacks_of",
+        'os.readlink(file) == f"/memfd:{_STACKS} (deleted)"',
+        'os.readlink(file).startswith("/memfd:")',
+        ("test_a_process_with_other_files_in_memory_is_not_asked_which_would_end_it",),
+        "asking a process where it is would end it",
+    ),
+    Fault(
+        "memory-of-a-boundary-does-not-grow",
+        "actors.train.memory_boundary:hold_state.room",
+        "if generation not in segments or segments[generation].memory.nbytes < nbytes:",
+        "if generation not in segments:",
+        ("test_a_state_that_has_grown_gets_memory_that_holds_it",),
+        "a state that has grown since its last boundary would never be kept again",
+    ),
 ]

@@ -253,4 +253,44 @@ FAULTS = [
         ("test_samples_that_wait_for_an_engine_are_counted",),
         "a server whose engines are replaced would take requests until its memory is full",
     ),
+    Fault(
+        "sampler-of-a-deleted-adapter-is-the-base",
+        "actors.serve.server:Server.folder_of",
+        'if not sampler["folder"]:',
+        'if not sampler["folder"] or not Path(sampler["folder"]).is_dir():',
+        ("test_a_sampler_whose_snapshot_has_given_way_says_so_and_another_goes_on",),
+        "a client would be given samples of the base for those of its weights",
+    ),
+    Fault(
+        "sampler-in-any-session",
+        "actors.serve.server:Server.create_sampler",
+        """
+        session = text_in(asked, "session_id")
+        self.require_session(owner, session)
+        """,
+        'session = text_in(asked, "session_id")',
+        ("test_a_key_never_sees_what_another_has",),
+        "a key would take the names of samplers in another's session",
+    ),
+    Fault(
+        "port-above-65535-is-a-traceback",
+        "actors.serve.command:_listening",
+        "except (OSError, OverflowError) as error:",
+        "except OSError as error:",
+        ("test_a_port_that_does_not_exist_is_refused_by_name",),
+        "a slip in --port would end in a traceback",
+    ),
+    Fault(
+        "removing-an-unknown-key-succeeds",
+        "actors.serve.command:remove_key",
+        "store.remove_key(name)",
+        """
+        try:
+            store.remove_key(name)
+        except ConfigError:
+            pass
+        """,
+        ("test_a_key_is_printed_once_and_kept_as_a_digest_and_other_addresses_need_one",),
+        "a slip in --remove-key would leave the key at work unnoticed",
+    ),
 ]

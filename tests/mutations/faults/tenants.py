@@ -335,4 +335,20 @@ FAULTS = [
         ("test_each_group_has_a_base_of_its_own_for_each_directory",),
         "a run on the second group would get a model of the first, which its group refuses",
     ),
+    Fault(
+        "dora-starts-with-norms-of-columns",
+        "rl_backend.runtime.tenants.tenants:_initial_magnitudes",
+        "torch.linalg.vector_norm(tensor, dim=1)",
+        "torch.linalg.vector_norm(tensor, dim=0)",
+        ("test_an_untrained_adapter_with_magnitudes_leaves_the_model_as_it_is",),
+        "a new tenant with DoRA would change the model before its first step",
+    ),
+    Fault(
+        "adapters-beside-linear-layers-only",
+        "rl_backend.runtime.native.adapters:attach_adapters",
+        'if kind != "head":',
+        "if isinstance(layer, nn.Linear):",
+        ("test_losses_and_gradients_are_pefts_with_the_same_inputs_dropped[embedding and head]",),
+        "an adapter of the embedding would have no part in passes and learn nothing",
+    ),
 ]

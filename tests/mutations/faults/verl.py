@@ -275,4 +275,15 @@ FAULTS = [
         ("test_verls_trainer_keeps_groups_of_our_actor_on_a_rank",),
         "groups would be spread over ranks, which then share nothing",
     ),
+    Fault(
+        "late-import-skips-only-the-first-finder",
+        "adapters.verl.late_imports:_Late.find_spec",
+        "sys.meta_path[sys.meta_path.index(self) + 1 :]",
+        "sys.meta_path[1:]",
+        (
+            "test_each_of_two_modules_gets_its_own_action_once_after_it_has_run",
+            "test_finders_before_it_and_specs_without_a_loader_are_not_asked_twice",
+        ),
+        "verl's modules could not be imported where two of them are waited for",
+    ),
 ]

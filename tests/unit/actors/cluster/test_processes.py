@@ -78,6 +78,15 @@ def test_a_process_says_where_it_is_although_it_keeps_pythons_lock(child: subpro
     assert stacks_of(process) == "" and stacks_of(Process.of(child.pid)) == "" and child.poll() is None
 
 
+def test_a_process_with_other_files_in_memory_is_not_asked_which_would_end_it() -> None:
+    files = [os.memfd_create(name) for name in ("rl_backend_boundary", "rl_backend_stacks_of_another")]
+    with subprocess.Popen(["sleep", "60"], pass_fds=files) as other:
+        assert stacks_of(Process.of(other.pid)) == "" and other.poll() is None
+        other.kill()
+    for file in files:
+        os.close(file)
+
+
 def test_the_calls_of_the_thread_that_is_asked_for_are_named_innermost_first() -> None:
     frames = "".join(f'  File "/a/b{number}.py", line {number} in f{number}\n' for number in range(9))
     stacks = f'Thread 0x1 (most recent call first):\n  File "/a/x.py", line 1 in x\n\nCurrent thread 0x2:\n{frames}'

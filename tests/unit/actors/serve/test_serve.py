@@ -29,6 +29,7 @@ from actors.serve.sampling import Sampling
 from actors.serve.store import REQUESTS, RUNS, Result, Store
 from actors.serve.training import Call, Training
 from actors.serve.wire import read_header
+from rl_backend.cli.main import main
 from rl_backend.contracts import BatchError, ConfigError, EngineDeadError
 from tests.support.actors_in_process import until
 from tests.support.libraries import cookbook
@@ -242,6 +243,11 @@ def test_a_key_is_printed_once_and_kept_as_a_digest_and_other_addresses_need_one
     command._require_keys(store, "0.0.0.0")
     with pytest.raises(ConfigError, match="has a key already"):
         command.new_key(tmp_path, "ann")
+    with pytest.raises(ConfigError, match=r"'anne'.*has no key"):
+        command.remove_key(tmp_path, "anne")
+    assert store.owner_of(key) == "ann"
+    command.remove_key(tmp_path, "ann")
+    assert store.owner_of(key) is None
     store.close()
 
 
@@ -497,6 +503,11 @@ def test_two_servers_do_not_share_a_state_folder(tmp_path: Path) -> None:
         command.serve_at(listener, argparse.Namespace(state=tmp_path))
     with command._alone(tmp_path):
         pass
+
+
+def test_a_port_that_does_not_exist_is_refused_by_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["serve", "--model", "any", "--port", "70000", "--state", str(tmp_path)]) == 2
+    assert "--host 127.0.0.1 --port 70000: " in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", ["disk_gib", "requests_per_second"])

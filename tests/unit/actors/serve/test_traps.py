@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,7 +16,7 @@ import zstandard
 from actors.serve import app
 from actors.serve import wire as wire_format
 from actors.serve.openai import _newest
-from actors.serve.store import CHECKPOINTS, RUNS
+from actors.serve.store import CHECKPOINTS, RUNS, SAMPLERS
 from actors.serve.wire import PassRequest, read_answer, read_cells, read_pass, write_request
 from rl_backend.contracts import BatchError
 from tests.support.actors_in_process import until
@@ -172,6 +173,7 @@ def test_a_key_never_sees_what_another_has(model: Path, tmp_path: Path) -> None:
             bob.post("session_heartbeat", session_id=session),
             bob.post("create_model", session_id=session, model_seq_id=1, base_model=str(model)),
             bob.post("create_sampling_session", session_id=other, sampling_session_seq_id=0, model_path=path),
+            bob.post("create_sampling_session", session_id=session, sampling_session_seq_id=1, base_model=str(model)),
             bob.post("asample", sampling_session_id=sampler.json()["sampling_session_id"], prompt={}),
             bob.post(f"sessions/{session}/finish"),
             *(bob.get(f"{kind}/{name}") for kind, name in (("training_runs", run), ("sessions", session))),
@@ -296,6 +298,21 @@ def test_a_checkpoint_that_is_deleted_lies_on_disk_while_its_samplers_live(runni
     assert wire.post(f"sessions/{session}/finish").status_code == 200 and folder.is_dir()
     assert wire.post(f"sessions/{other}/finish").status_code == 200
     until(lambda: not folder.exists())
+
+
+def test_a_sampler_whose_snapshot_has_given_way_says_so_and_another_goes_on(
+    running: SimpleNamespace, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(running.server, "limits", replace(running.server.limits, snapshots=1))
+    wire = Wire(running.url)
+    _, run = wire.run(model)
+    made = [wire.post("save_weights_for_sampler", model_id=run, seq_id=at, sampling_session_seq_id=at) for at in (1, 2)]
+    samplers = [wire.answer(each).json()["sampling_session_id"] for each in made]
+    until(lambda: not Path(running.store.get(SAMPLERS, id=samplers[0])["folder"]).exists())
+    asked = {"seq_id": 0, "prompt": {"chunks": [{"tokens": IDS.tolist()}]}, "sampling_params": {"max_tokens": 1}}
+    gone, kept = (wire.answer(wire.post("asample", sampling_session_id=each, **asked)) for each in samplers)
+    assert "its weights are gone; a run keeps its last 1 unnamed snapshots" in gone.text
+    assert "protobuf" in kept.headers["content-type"]
 
 
 def test_ranks_forget_the_adapter_of_a_checkpoint_that_is_deleted(running: SimpleNamespace, model: Path) -> None:

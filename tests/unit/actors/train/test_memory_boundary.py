@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from actors.wire import held_memory
 from rl_backend.contracts import CheckpointError, GroupFailedError
 from rl_backend.contracts.lora import LoRAConfig
 from tests.support.models import write_tiny
+from tests.support.plain_handle import PlainHandle
 from tests.support.ranks_in_process import (
     HolderHere,
     assert_same,
@@ -26,6 +28,7 @@ from tests.support.ranks_in_process import (
     train_step,
     use_ranks_here,
 )
+from tests.support.written_checkpoints import manifest_of
 
 STEPS = 4
 
@@ -313,6 +316,21 @@ def test_what_may_concern_any_model_is_kept_until_each_has_a_boundary_after_it()
     operations.forget_model(2)
     operations.bound_in_memory(kept(9, [1], "load_held_state", boundary="third"))
     assert numbers() == [9] and operations.nbytes == 1
+
+
+def test_a_state_that_has_grown_gets_memory_that_holds_it() -> None:
+    states = [{"weights": torch.arange(float(size))} for size in (9, 100_000, 5)]
+    given = iter(states)
+    runtime: Any = SimpleNamespace(
+        training_state=lambda _: (next(given), manifest_of()), is_mp_src_rank_with_outputs=lambda _: True
+    )
+    context, policy = RankContext(runtime, "group", 0, 1), HandleRef("group", 0, "policy", False, (0,), (0,))
+    context.keep(PlainHandle("policy", False, 0, 0, 1))
+    for state in states:
+        written = memory_boundary.hold_state(context, policy, 0).stored
+        assert isinstance(written, held_memory.Written), written
+        held = torch.from_file(written.path, shared=True, size=written.end, dtype=torch.uint8)
+        assert torch.equal(held[: state["weights"].nbytes].view(torch.float32), state["weights"])
 
 
 def test_a_rank_without_such_a_model_says_so(holders: list[HolderHere], model: Path) -> None:

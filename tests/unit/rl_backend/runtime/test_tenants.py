@@ -53,6 +53,19 @@ def test_each_is_the_same_to_the_last_bit_alone(tmp_path: Path) -> None:
         assert all(torch.equal(*pair) for pair in zip(alone, beside, strict=True))
 
 
+def test_an_untrained_adapter_with_magnitudes_leaves_the_model_as_it_is(model: Path) -> None:
+    data = [pack(random_token_sequences(LENGTHS, VOCAB_SIZE, 0))]
+    with open_runtime(model) as runtime:
+        base = runtime.build_model(trainable=False)
+        # These are square: norms of columns would have the size of those of rows.
+        tenant = runtime.create_lora_adapter(base, LoRAConfig(rank=4, targets=("k_proj", "v_proj"), use_dora=True))
+        found, expected = (
+            torch.cat(list(runtime.forward_backward(each, data, None, forward_only=True).output("log_probs")))
+            for each in (tenant, base)
+        )
+    torch.testing.assert_close(found, expected)
+
+
 def test_training_alone_draws_dropout_once_for_each_micro_batch(tmp_path: Path) -> None:
     with open_runtime(write_tiny("qwen3", tmp_path / "qwen3")) as runtime:
         base = runtime.build_model(trainable=False)

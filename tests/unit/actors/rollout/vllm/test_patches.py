@@ -283,6 +283,10 @@ def test_tokens_are_drawn_as_often_as_they_are_likely_and_never_those_that_are_c
     expected = torch.tensor([0, 1.0, 0.0, 0, 2.0, 0, 0]).exp() * torch.tensor([0, 1, 1, 0, 1, 0, 0])
     assert torch.equal(found > 0, expected > 0)
     torch.testing.assert_close(found, expected / expected.sum(), atol=0.012, rtol=0)
+    sampler.logprobs_mode = "processed_logprobs"
+    for k, p in ((tops[:1], None), (None, torch.tensor([0.9]))):
+        kept = TopKTopPSampler.forward_cpu(sampler, logits[None].clone(), generators([0]), k, p)[1]
+        torch.testing.assert_close(kept, (expected / expected.sum()).log()[None])
     # The ends of the interval.
     log_probs = torch.tensor([[-torch.inf, 0.5, 0.5, -torch.inf]]).log_softmax(-1)
     ends = torch.tensor([0.0, 1.0 - 2**-53], dtype=torch.float64)
