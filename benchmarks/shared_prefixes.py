@@ -235,12 +235,13 @@ def main() -> None:
         print(json.dumps(measure(arguments.row, seconds=arguments.seconds, divisor=arguments.divisor)))
         return
     known = read_result(RESULT).get("rows", {}) if arguments.go_on else {}
-    for row in (row for row in arguments.only if row.replace(" ", "_") not in known):
+    keys = {row: row.replace(" ", "_") for row in arguments.only}
+    for row in (row for row in arguments.only if keys[row] not in known):
         started = time.perf_counter()
         found = {**in_a_process(row, arguments), "load": os.getloadavg()[0]}
         print(f"{row} ({time.perf_counter() - started:.0f} s): {json.dumps(found)}", flush=True)
         if arguments.divisor == 1:
-            rows = {**read_result(RESULT).get("rows", {}), row.replace(" ", "_"): found}
+            rows = {**read_result(RESULT).get("rows", {}), keys[row]: found}
             update_result(RESULT, {"rows": rows, "model": MODEL, "tree": TREE, "machine": machine()})
 
 

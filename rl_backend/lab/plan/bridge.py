@@ -7,7 +7,7 @@ saves in Megatron-Core 0.19, in the order of the computation.
 import importlib.util
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import MISSING, fields, replace
 from itertools import product
 from typing import Any
@@ -41,8 +41,8 @@ COPIES_OF_EXPORTED = 4
 
 def bridge_memory(
     config: RuntimeConfig, num_ranks: int, workload: Workload
-) -> tuple[list[RankMemory], Sequence[TensorInfo], list[int]]:
-    """Memory of each pipeline rank, the tensors of a weight sync, and bytes of them that each rank sends.
+) -> tuple[list[RankMemory], Sequence[TensorInfo], Callable[[], list[int]]]:
+    """Memory of each pipeline rank, the tensors of a weight sync, and what counts the bytes of them that each rank sends.
 
     Raises:
         ConfigError: a layout that does not fit the model.
@@ -82,7 +82,7 @@ def bridge_memory(
         taken = vars(most_in_flight(passes, measured)) | _buffers(options, num_ranks, experts, chunks)
         found.append(RankMemory(logits_chunk=stages.logits_chunk, sync_bucket=bucket, **taken))
     # Ranks gather whole tensors, which the first sends.
-    return found, weights, [sum(weight.nbytes for weight in weights), *([0] * (num_ranks - 1))]
+    return found, weights, lambda: [sum(weight.nbytes for weight in weights), *([0] * (num_ranks - 1))]
 
 
 class LocalLayers:

@@ -1,8 +1,9 @@
 """Plans: what a configuration takes on each rank, layouts that fit a device, and both as text and JSON."""
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -38,7 +39,7 @@ class Plan:
     engine_slots: bytes that each vLLM engine takes for the adapters of LoRA tenants.
     repeats_prompts: why prompts are computed for each of their samples; empty where they are computed once.
     sequence_cache: what an engine keeps of one sequence while it generates; None where the model does not say.
-    sync_sent: bytes of a weight sync that each rank sends, through shared memory or gloo.
+    count_sent: takes time that few plans need; see ``sync_sent``.
     """
 
     config: RuntimeConfig
@@ -50,7 +51,12 @@ class Plan:
     engine_slots: int = 0
     repeats_prompts: str = ""
     sequence_cache: CacheBytes | None = None
-    sync_sent: Sequence[int] = ()
+    count_sent: Callable[[], Sequence[int]] = tuple
+
+    @cached_property
+    def sync_sent(self) -> Sequence[int]:
+        """Bytes of a weight sync that each rank sends, through shared memory or gloo."""
+        return self.count_sent()
 
     @property
     def layout(self) -> dict[str, int]:

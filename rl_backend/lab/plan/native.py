@@ -4,6 +4,7 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -258,9 +259,9 @@ class RankStages:
 
 def native_memory(
     config: RuntimeConfig, num_ranks: int, workload: Workload
-) -> tuple[list[RankMemory], Sequence[TensorInfo], list[int]]:
-    """Memory of each pipeline rank, the tensors of a weight sync, and bytes of them that each rank sends; raises as
-    ``make_plan``.
+) -> tuple[list[RankMemory], Sequence[TensorInfo], Callable[[], list[int]]]:
+    """Memory of each pipeline rank, the tensors of a weight sync, and what counts the bytes of them that each rank sends;
+    raises as ``make_plan``.
     """
     native = config.options(NativeConfig)
     model = describe_model(config.hf_path, native, workload.head)
@@ -301,7 +302,14 @@ def native_memory(
                 **vars(most_in_flight(passes, stages.measured)),
             )
         )
-    return found, weights, sent_by_rank(model, ranks, num_ranks, workload)
+    layouts = {
+        name: TensorLayout(size.layout, torch.float32, size.in_float32)
+        for rank in ranks
+        for stage in rank.sharded.values()
+        for name, size in stage.parameters.items()
+        if size.layout is not None
+    }
+    return found, weights, partial(sent_by_rank, model, layouts, num_ranks, workload.sync_dtype)
 
 
 def why_prompts_are_repeated(model: ModelDescription, native: NativeConfig, workload: Workload) -> str:
@@ -419,16 +427,9 @@ def weights_to_sync(model: ModelDescription, ranks: Sequence[RankStages], worklo
     ]
 
 
-def sent_by_rank(model: ModelDescription, ranks: Sequence[RankStages], num_ranks: int, workload: Workload) -> list[int]:
+def sent_by_rank(model: ModelDescription, layouts: Mapping[str, TensorLayout], num_ranks: int, sync_dtype: str) -> list[int]:
     """Bytes of ``export_shards``."""
-    layouts = {
-        name: TensorLayout(size.layout, torch.float32, size.in_float32)
-        for rank in ranks
-        for stage in rank.sharded.values()
-        for name, size in stage.parameters.items()
-        if size.layout is not None
-    }
-    dtype, sent = getattr(torch, workload.sync_dtype), [0] * num_ranks
+    dtype, sent = getattr(torch, sync_dtype), [0] * num_ranks
     for weight in sharded_weights({}, model.weight_names, layouts, dtype=dtype, only=None):
         for part in weight.parts:
             sent[part.rank] += part.numel * weight.dtype.itemsize

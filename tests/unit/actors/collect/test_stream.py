@@ -207,15 +207,10 @@ def test_a_push_waits_for_whichever_batch_is_being_sampled() -> None:
     engines = Engines()
     with stream_of(engines, ahead=2) as stream:
         stream.next()
-        deadline = time.monotonic() + 60
-        while len(engines.begun) < 3 or not engines.idle:
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
+        until(lambda: len(engines.begun) >= 3 and engines.idle)
         engines.may_answer.clear()
         stream.next()  # begins the fourth, while the third is ready for the next step
-        while len(engines.begun) < 4:
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
+        until(lambda: len(engines.begun) >= 4)
         pushed = threading.Event()
 
         def push() -> None:

@@ -113,7 +113,7 @@ def test_the_text_has_a_table_and_what_follows_from_it() -> None:
 
 
 def test_links_of_a_weight_sync_are_that_of_the_rank_that_sends_most_and_that_of_an_engine() -> None:
-    made = plan(sync_sent=[10 * MIB, 20 * MIB, 0, 0])
+    made = plan(count_sent=lambda: [10 * MIB, 20 * MIB, 0, 0])
     text = as_text(made, None, None, [0.5, 2])
     assert "\na rank sends at most 20.00 MiB of it, and each engine's host receives all\n" in text
     assert "\nat 0.5 GiB/s a link takes 0.04 s to send that, and 0.06 s to receive\nat 2 GiB/s a link takes 0.01 s" in text
