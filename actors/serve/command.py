@@ -327,6 +327,8 @@ def _listening(host: str, port: int) -> Iterator[socket.socket]:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             listener.bind((host, port))
+            # Not only when it serves: until then the port of a socket that is bound with SO_REUSEADDR can be bound again.
+            listener.listen()
         except (OSError, OverflowError) as error:
             raise ConfigError(f"--host {host} --port {port}: {error}; choose another") from None
         yield listener

@@ -281,6 +281,14 @@ FAULTS = [
         "a slip in --port would end in a traceback",
     ),
     Fault(
+        "port-is-free-until-the-server-serves",
+        "actors.serve.command:_listening",
+        "listener.listen()",
+        "pass",
+        ("test_the_port_of_a_server_that_still_starts_is_taken",),
+        "a second server would start ranks and engines at the port of one that starts",
+    ),
+    Fault(
         "removing-an-unknown-key-succeeds",
         "actors.serve.command:remove_key",
         "store.remove_key(name)",

@@ -510,6 +510,11 @@ def test_a_port_that_does_not_exist_is_refused_by_name(tmp_path: Path, capsys: p
     assert "--host 127.0.0.1 --port 70000: " in capsys.readouterr().err
 
 
+def test_the_port_of_a_server_that_still_starts_is_taken() -> None:
+    with command._listening("127.0.0.1", 0) as listener, pytest.raises(ConfigError, match="choose another"):
+        command._listening(*listener.getsockname()).__enter__()
+
+
 @pytest.mark.parametrize("name", ["disk_gib", "requests_per_second"])
 def test_limits_are_finite_numbers(name: str, tmp_path: Path) -> None:
     for wrong in (math.inf, math.nan, 0.0, -1.0):
