@@ -1,7 +1,7 @@
 """Patches: elements of a tensor that changed since it was sent, coded small.
 
 A tensor is taken in runs of 1 MiB. Of a run a patch holds the elements that differ in any bit, or all of them
-where that takes fewer bytes. Each changed element is its value and the number of equal elements before it: one byte or two,
+where these are about as many bytes. Each changed element is its value and the number of equal elements before it: one byte or two,
 with the largest number for as many equal elements and no change behind them.
 """
 
@@ -99,14 +99,12 @@ def _elements(block: range, array: Any) -> slice:
 
 def _patch_run(held: Any, now: Any) -> tuple[tuple[int, int, int], list[Any]]:
     where = np.flatnonzero(held != now)
-    if len(where) * (min(_WIDTHS) + now.itemsize) < now.nbytes:
-        values = now[where]
-        width, gaps = _gaps(where)
-        if gaps.nbytes + values.nbytes < now.nbytes:
-            held[where] = values
-            return (len(where), width, len(gaps)), [gaps.view("u1"), values.view("u1")]
-    held[:] = now
-    return (len(where), 0, 0), [now.view("u1")]
+    if len(where) * (min(_WIDTHS) + now.itemsize) >= now.nbytes:
+        held[:] = now
+        return (len(where), 0, 0), [now.view("u1")]
+    held[where] = values = now[where]
+    width, gaps = _gaps(where)
+    return (len(where), width, len(gaps)), [gaps.view("u1"), values.view("u1")]
 
 
 def _gaps(where: Any) -> tuple[int, Any]:
