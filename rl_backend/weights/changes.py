@@ -1,8 +1,8 @@
 """Patches: elements of a tensor that changed since it was sent, coded small.
 
-A tensor is taken in runs of 1 MiB. Of a run a patch holds the elements that differ in any bit, or all of them
-where these are about as many bytes. Each changed element is its value and the number of equal elements before it: one byte or two,
-with the largest number for as many equal elements and no change behind them.
+A tensor is taken in runs of 1 MiB. Of a run a patch holds the elements that differ in any bit, or all of them where these
+are about as many bytes. Each changed element is its value and the number of equal elements before it: one byte or two, with
+the largest number for as many equal elements and no change behind them.
 """
 
 from collections.abc import Iterator
