@@ -99,22 +99,26 @@ def _elements(block: range, array: Any) -> slice:
 
 def _patch_run(held: Any, now: Any) -> tuple[tuple[int, int, int], list[Any]]:
     where = np.flatnonzero(held != now)
+    held[:] = now
     if len(where) * (min(_WIDTHS) + now.itemsize) >= now.nbytes:
-        held[:] = now
         return (len(where), 0, 0), [now.view("u1")]
-    held[where] = values = now[where]
     width, gaps = _gaps(where)
-    return (len(where), width, len(gaps)), [gaps.view("u1"), values.view("u1")]
+    return (len(where), width, len(gaps)), [gaps.view("u1"), now.take(where).view("u1")]
 
 
 def _gaps(where: Any) -> tuple[int, Any]:
     gaps = np.diff(where, prepend=-1) - 1
-    sizes = {width: width * (len(gaps) + int((gaps // _most(width)).sum())) for width in _WIDTHS}
-    width = min(_WIDTHS, key=lambda each: sizes[each])
-    most = _most(width)
-    skips = gaps // most
-    codes = np.full(sizes[width] // width, most, f"u{width}")
-    codes[np.cumsum(skips + 1) - 1] = gaps - skips * most
+    # Few gaps are so long, and dividing is slow.
+    long = {width: np.flatnonzero(gaps >= _most(width)) for width in _WIDTHS}
+    skips = {width: gaps[long[width]] // _most(width) for width in _WIDTHS}
+    width = min(_WIDTHS, key=lambda each: each * (len(gaps) + skips[each].sum()))
+    if not len(long[width]):
+        return width, gaps.astype(f"u{width}")
+    gaps[long[width]] -= skips[width] * _most(width)
+    codes_of = np.ones(len(gaps), np.int64)
+    codes_of[long[width]] += skips[width]
+    codes = np.full(codes_of.sum(), _most(width), f"u{width}")
+    codes[np.cumsum(codes_of) - 1] = gaps
     return width, codes
 
 
