@@ -78,8 +78,8 @@ LAYOUTS = {
     "pp2 x tp2": ("dense", ParallelConfig(pp=2, tp=2)),
 }
 LEARNING_RATES = (1e-6, 1e-5, 1e-4)
-SAMPLING = SamplingConfig(n=8, temperature=1.0, max_new_tokens=32)
-PROMPTS = 6
+SAMPLING = SamplingConfig(n=8, temperature=1.0, max_new_tokens=24)
+PROMPTS = 4
 GIB = 2**30
 
 
