@@ -224,8 +224,8 @@ def measure_changed(model: Path, rollout: RolloutGroup, lr: float, steps: int) -
                 # What the whole push has put into the engine's segment is not what the other sync sent.
                 if changed.push().changed is not None:
                     raise RuntimeError("a patch was sent over another sync's weights")
-                pairs = [(numbers.randrange(100), numbers.randrange(100)) for _ in range(PROMPTS)]
-                asked = [encode_messages([{"role": "user", "content": f"{a} + {b} = ?"}], tokenizer) for a, b in pairs]
+                pairs = [(numbers.randrange(1, 20), numbers.randrange(1, 20)) for _ in range(PROMPTS)]
+                asked = [encode_messages([{"role": "user", "content": f"What is {a} + {b}?"}], tokenizer) for a, b in pairs]
                 samples = rollout.generate(asked, SAMPLING, seeds=sample_seeds(0, step, PROMPTS, SAMPLING.n))
                 reward = grpo_step(train, policy, samples, [a + b for a, b in pairs], tokenizer.decode)
                 patch, all_of_it = changed.push(), whole.push()
