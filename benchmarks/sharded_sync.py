@@ -78,7 +78,7 @@ LAYOUTS = {
     "ep2 x dp2": ("mixture", ParallelConfig(ep=2)),
     "pp2 x tp2": ("dense", ParallelConfig(pp=2, tp=2)),
 }
-LEARNING_RATES = (1e-6, 1e-5, 1e-4)
+LEARNING_RATES = {"lr_1e_6": 1e-6, "lr_1e_5": 1e-5, "lr_1e_4": 1e-4}
 SAMPLING = SamplingConfig(n=8, temperature=1.0, max_new_tokens=24)
 PROMPTS = 4
 GIB = 2**30
@@ -283,7 +283,7 @@ def measure_all_changed(steps: int) -> dict[str, Any]:
     model = smollm2()
     config = RolloutConfig(model_path=str(model), device="cpu", dtype="bfloat16", max_model_len=256, kv_cache_gib=0.5)
     with RolloutGroup(config) as rollout:
-        rates = {f"{lr:g}": measure_changed(model, rollout, lr, steps) for lr in LEARNING_RATES}
+        rates = {name: measure_changed(model, rollout, lr, steps) for name, lr in LEARNING_RATES.items()}
     return {
         "model": "SmolLM2-135M-Instruct",
         "ranks": 2,
