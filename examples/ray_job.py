@@ -6,8 +6,6 @@ What stands after ``--`` is a module and its options, run on the head node with 
 this command's. Ctrl-C stops the job: a run finishes its step and commits a checkpoint. See docs/cluster.md.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import logging

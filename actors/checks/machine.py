@@ -1,7 +1,5 @@
 """Checks that this machine has the packages, GPUs and cores of a run. Machines of a cluster are left to Ray."""
 
-from __future__ import annotations
-
 import ast
 import importlib.util
 import os

@@ -1,7 +1,5 @@
 """Checks a model's files against the layout and the sequence lengths of a run."""
 
-from __future__ import annotations
-
 import importlib.util
 from collections.abc import Iterator
 from contextlib import contextmanager

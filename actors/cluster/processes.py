@@ -1,7 +1,5 @@
 """Processes of a host, told apart from later ones that have the same number, where they are, and tasks of other nodes."""
 
-from __future__ import annotations
-
 import faulthandler
 import os
 import re

@@ -1,7 +1,5 @@
 """Watch over Ray: a lost cluster is noticed before Ray ends the process with a dump and leaves others behind."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal

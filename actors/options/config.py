@@ -1,7 +1,5 @@
 """Options of every run: runtime and layout, data, resources, checkpoints, metrics."""
 
-from __future__ import annotations
-
 import importlib
 import importlib.util
 import re

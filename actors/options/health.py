@@ -1,7 +1,5 @@
 """Limits of sense: what a step's metrics may come to before a run warns, or stops."""
 
-from __future__ import annotations
-
 from typing import Annotated, Literal
 
 from pydantic import ConfigDict, Field

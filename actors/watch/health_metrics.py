@@ -1,7 +1,5 @@
 """Health of a run: warnings in words when its metrics show that it learns nothing, or are beyond a limit of sense."""
 
-from __future__ import annotations
-
 import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping

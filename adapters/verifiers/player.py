@@ -1,7 +1,5 @@
 """Plays environments of verifiers: a process of theirs, an endpoint of ours, and the record on our side."""
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import secrets
