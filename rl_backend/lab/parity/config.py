@@ -16,7 +16,6 @@ from rl_backend.contracts import BaseConfig, ConfigError, OptimizerConfig, Token
 from rl_backend.contracts.lora import LoRAConfig
 from rl_backend.contracts.runtime_config import BACKEND_CONFIGS, ParallelConfig, Plugins, RuntimeConfig
 from rl_backend.data import MicroBatchPlan
-from rl_backend.lab.parity.passage import PASSAGE
 
 # The side that is no runtime: transformers' own model and torch's AdamW on one rank.
 TRANSFORMERS = "transformers"
@@ -28,6 +27,8 @@ type Role = Literal["reference", "candidate", "again", "alone"]
 after the first starts from the weights of the reference that runs again."""
 
 SIDES: tuple[SideName, ...] = ("reference", "candidate")
+# English text that models with a tokenizer are compared on.
+PASSAGE = Path(__file__).with_name("passage.txt")
 # A tokenizer that makes fewer different tokens of the passage is a toy, of which little is trained.
 _LEAST_TOKENS = 100
 
@@ -220,7 +221,9 @@ def passage_tokens(model: str, hf_config: Mapping[str, Any]) -> Tensor | None:
     file, text = Path(model) / "tokenizer.json", text_config(hf_config)
     if not file.is_file():
         return None
-    tokens = torch.tensor(Tokenizer.from_file(str(file)).encode(PASSAGE, add_special_tokens=False).ids)
+    tokens = torch.tensor(
+        Tokenizer.from_file(str(file)).encode(PASSAGE.read_text(encoding="utf-8"), add_special_tokens=False).ids
+    )
     tokens = tokens[tokens != padding] if (padding := text.get("pad_token_id")) is not None else tokens
     different = tokens.unique()
     return tokens if len(different) >= _LEAST_TOKENS and int(different[-1]) < text["vocab_size"] else None
