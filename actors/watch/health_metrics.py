@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from actors.options.health import HealthLimits
+from actors.options.config import HealthLimits
 
 STEPS = 5
 """Steps in a row that something must have lasted before it is warned of."""
