@@ -133,29 +133,24 @@ class ParityConfig(BaseConfig):
     def _check(self) -> Self:
         if self.lora is not None and (self.lora.dropout or self.lora.use_dora):
             raise ConfigError("ParityConfig.lora: each side would drop other inputs; leave out dropout and use_dora")
+        wrong: list[tuple[str, int, str]] = []
         if self.min_length > self.max_length:
-            raise ConfigError.of(
-                "ParityConfig.min_length", self.min_length, f"the longest sequence has max_length={self.max_length}"
-            )
+            problem = f"the longest sequence has max_length={self.max_length}"
+            wrong.append(("ParityConfig.min_length", self.min_length, problem))
         for name in SIDES:
-            side = self.side(name)
-            needed = side.data_parallel_size * self.num_micro_batches
-            if self.num_sequences < needed:
-                raise ConfigError.of(
-                    "ParityConfig.num_sequences",
-                    self.num_sequences,
-                    f"{self.num_micro_batches} micro-batches on each data-parallel rank of the {name} "
-                    f"(dp={side.data_parallel_size}) need at least {needed}",
-                )
-            pp, vpp = side.parallel.pp, side.parallel.vpp
+            side, micro_batches = self.side(name), self.num_micro_batches
+            dp, pp, vpp = side.data_parallel_size, side.parallel.pp, side.parallel.vpp
+            if self.num_sequences < dp * micro_batches:
+                of_rank = f"{micro_batches} micro-batches on each data-parallel rank of the {name} (dp={dp})"
+                problem = f"{of_rank} need at least {dp * micro_batches}"
+                wrong.append(("ParityConfig.num_sequences", self.num_sequences, problem))
             overrides = side.options.get("override_transformer_config")
             own_groups = isinstance(overrides, dict) and "microbatch_group_size_per_vp_stage" in overrides
-            if side.runtime == "bridge" and vpp > 1 and not own_groups and self.num_micro_batches % pp:
-                raise ConfigError.of(
-                    "ParityConfig.num_micro_batches",
-                    self.num_micro_batches,
-                    f"Megatron's interleaved schedule of the {name} (pp={pp}, vpp={vpp}) takes a multiple of {pp}",
-                )
+            if side.runtime == "bridge" and vpp > 1 and not own_groups and micro_batches % pp:
+                problem = f"Megatron's interleaved schedule of the {name} (pp={pp}, vpp={vpp}) takes a multiple of {pp}"
+                wrong.append(("ParityConfig.num_micro_batches", micro_batches, problem))
+        if wrong:
+            raise ConfigError.of_all(wrong)
         return self
 
     @property
