@@ -4,8 +4,6 @@ Each rank copies its part to memory that a holder, a process of its node, keeps 
 holder there copies it from that. Of each model there are two: one is written while the other one is whole.
 """
 
-from __future__ import annotations
-
 import math
 import os
 import time

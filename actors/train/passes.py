@@ -1,7 +1,5 @@
 """Passes of a training group: sequences spread over its ranks, run there, and the results merged."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, Self
