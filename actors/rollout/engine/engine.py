@@ -201,8 +201,9 @@ class RolloutEngine:
         return self._vllm.loop.seconds_without_progress
 
     def pulse(self) -> None:
-        """Answers a heartbeat; raises the error of an engine that is dirty or has lost a worker of vLLM's."""
+        """Answers a heartbeat; raises the error of an engine that is dirty, or has lost a worker or its step loop."""
         self._vllm.workers.check()
+        self._vllm.loop.check()
         self._vllm.serving.check_clean()
 
     def take_trace(self, stop: bool = False) -> TraceBatch:

@@ -15,6 +15,7 @@ from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 from actors.rollout.messages import AdapterVersion, Request, VersionSpan
+from rl_backend.contracts import EngineDeadError
 
 
 class Completion(NamedTuple):
@@ -121,6 +122,7 @@ class StepLoop:
         self._running: dict[int, _Entry] = {}
         self._hold: Future[None] | None = None
         self._closed_by: Exception | None = None
+        self._failure: EngineDeadError | None = None
         self._progress = time.monotonic()
         self._stretch: Stretch | None = None
 
@@ -144,6 +146,11 @@ class StepLoop:
         hold = self._hold
         return 0.0 if hold is not None and hold.done() else time.monotonic() - self._progress
 
+    def check(self) -> None:
+        """Raises EngineDeadError once an error of the loop itself has ended it: nobody would be answered any more."""
+        if self._failure is not None:
+            raise self._failure
+
     def stop(self) -> None:
         """Ends the thread, after the step that it is in; who waits for a request waits for ever."""
         if self._thread is not None:
@@ -153,6 +160,7 @@ class StepLoop:
     def call[T](self, function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
         if self._thread is None or threading.current_thread() is self._thread:
             return function(*args, **kwargs)
+        self.check()
         result: Future[T] = Future()
         self._commands.put(partial(_settle, result, partial(function, *args, **kwargs)))
         return result.result()
@@ -192,6 +200,14 @@ class StepLoop:
         return {entry.request.adapter for entry in entries if entry.request.adapter is not None}
 
     def _run(self) -> None:
+        try:
+            self._work()
+        except BaseException as error:
+            what = f"its step loop has ended by {type(error).__name__}: {error}"
+            self._failure = EngineDeadError(f"{self._name} is dead: {what}; restart it", engine=self._name)
+            raise
+
+    def _work(self) -> None:
         while self._take_commands():
             self._begin()
             if self._may_step:

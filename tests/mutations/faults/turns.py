@@ -55,8 +55,16 @@ FAULTS = [
         "the base would change under a turn with an adapter, without a trace in its versions",
     ),
     Fault(
+        "a-step-loop-that-has-ended-answers-heartbeats",
+        "actors.rollout.engine.engine:RolloutEngine.pulse",
+        "self._vllm.loop.check()",
+        "pass",
+        ("test_an_error_of_the_step_loop_itself_is_the_death_of_the_engine",),
+        "an engine that can answer nothing would be replaced after sampling_timeout, an hour",
+    ),
+    Fault(
         "nothing-begins-when-all-end-in-one-step",
-        "actors.rollout.engine.step_loop:StepLoop._run",
+        "actors.rollout.engine.step_loop:StepLoop._work",
         """
         self._step()
         self._begin()
@@ -126,7 +134,7 @@ FAULTS = [
     ),
     Fault(
         "waiting-requests-after-the-last-step",
-        "actors.rollout.engine.step_loop:StepLoop._run",
+        "actors.rollout.engine.step_loop:StepLoop._work",
         """
         if self._may_step:
             self._step()

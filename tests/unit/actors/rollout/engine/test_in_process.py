@@ -111,6 +111,19 @@ def test_any_error_of_vllm_is_the_death_of_the_engine_where_a_worker_has_ended(e
     assert isinstance(answer, EngineDeadError)
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_an_error_of_the_step_loop_itself_is_the_death_of_the_engine(engine: RolloutEngine) -> None:
+    def slip() -> None:
+        raise KeyError("key")
+
+    engine._vllm.loop._commands.put(slip)
+    assert engine._vllm.loop._thread is not None
+    engine._vllm.loop._thread.join(10)
+    for call in (engine.pulse, lambda: engine._vllm.loop.call(slip)):
+        with pytest.raises(EngineDeadError, match="its step loop has ended by KeyError: 'key'; restart it"):
+            call()
+
+
 def test_an_error_of_vllm_outside_an_update_is_itself_and_the_engine_serves_on(engine: RolloutEngine) -> None:
     error = KeyError("kind")
     engine._vllm.llm.errors = {"init_weight_transfer_engine": error}
