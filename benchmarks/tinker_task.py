@@ -21,6 +21,8 @@ from benchmarks.environment_tasks import qwen3_config
 NAME = "Qwen/Qwen3-8B"
 """The recipes know the form of its chats by this name."""
 SHARE_WRONG = 0.7
+SHARES = {"sums": 6, "boxed": 3, "guesses": 1}
+"""Conversations of the warm start, by their forms."""
 _SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 _THOUGHT = ("<think>", "</think>")
 # A digit is a token, as with Qwen; words that stand together may be one, so that rows are short.
@@ -65,15 +67,21 @@ def write_names(folder: Path, seed: int, steps: int) -> list[float]:
 
 
 def _conversation(generator: random.Random) -> list[Message]:
-    """One of the three forms that the recipes sample; the first is most frequent because it is the hardest."""
-    kind = generator.choices(("sums", "boxed", "guesses"), (8, 1, 1))[0]
+    """One of the three forms that the recipes sample; sums are most frequent because they are the hardest."""
+    kind = generator.choices(tuple(SHARES), tuple(SHARES.values()))[0]
     if kind == "guesses":
         return _guesses(generator)
     suffix = _BOXED if kind == "boxed" else ""
     messages: list[Message] = []
     if kind == "boxed":
         messages += _turn(f"How many r's are in strawberry?{suffix}", _STRAWBERRY)
-    for _ in range(1 if kind == "boxed" else 6):
+    return [*messages, *sums(generator, suffix)]
+
+
+def sums(generator: random.Random, suffix: str = "") -> list[Message]:
+    """Six sums with their answers, which are boxed where the questions have a suffix."""
+    messages: list[Message] = []
+    for _ in range(6):
         first, second = generator.randint(0, 100), generator.randint(0, 100)
         # The careless answer has a sign too many: rewards mend a habit within minutes, and sums only in hours.
         answer = (first + second) * (-1 if generator.random() < SHARE_WRONG else 1)
@@ -173,7 +181,10 @@ def _write_model(
 
 
 def _labelled(tokenizer: PreTrainedTokenizerFast, messages: Sequence[Message]) -> tuple[list[int], list[int]]:
-    """Ids, and those that the assistant wrote; -100 in place of the others."""
+    """Ids, and those that the assistant wrote; -100 in place of the others.
+
+    What ``rl_loop`` shows as an example is the same everywhere: labels on it would be most of a batch.
+    """
     ids: list[int] = []
     labels: list[int] = []
     for message in messages:
@@ -181,6 +192,7 @@ def _labelled(tokenizer: PreTrainedTokenizerFast, messages: Sequence[Message]) -
         said = tokenizer.encode(f"{message['content']}<|im_end|>")
         end = tokenizer.encode("\n")
         ids += [*head, *said, *end]
-        written = said if message["role"] == "assistant" else [-100] * len(said)
+        own = message["role"] == "assistant" and message["content"] != _STRAWBERRY
+        written = said if own else [-100] * len(said)
         labels += [*[-100] * len(head), *written, *[-100] * len(end)]
     return ids, labels

@@ -5,20 +5,18 @@ from __future__ import annotations
 import asyncio
 import io
 import math
-import time
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager, suppress
-from html import escape
 from typing import Annotated, Any
 
 import zstandard
 from fastapi import APIRouter, Depends, FastAPI, HTTPException, Request, Response
-from fastapi.responses import FileResponse, HTMLResponse, JSONResponse, PlainTextResponse
+from fastapi.responses import FileResponse, JSONResponse
 
+from actors.serve.pages import add_pages
 from actors.serve.server import (
     EXTERNAL,
     BusyError,
-    ServedModel,
     Server,
     UnknownError,
     as_object,
@@ -27,7 +25,7 @@ from actors.serve.server import (
     shown_time,
     text_in,
 )
-from actors.serve.store import CHECKPOINTS, CLIENT_NUMBERS, JSON, RUNS, SAMPLERS, SESSIONS, Result
+from actors.serve.store import CLIENT_NUMBERS, JSON, RUNS, SAMPLERS, SESSIONS, Result
 from actors.serve.training import Pass, Step
 from actors.serve.wire import read_header
 from rl_backend.contracts import BatchError, RLBackendError, UnsupportedError
@@ -110,7 +108,7 @@ def make_app(server: Server) -> FastAPI:
         method, path = route.split()
         api.add_api_route(path, _refusal(what), methods=[method])
     app.include_router(api)
-    _add_pages(app, server)
+    add_pages(app, server)
     return app
 
 
@@ -374,82 +372,6 @@ def _shown_run(server: Server, run: dict[str, Any]) -> dict[str, Any]:
         "last_sampler_checkpoint": newest.get("sampler"),
         "user_metadata": run["user_metadata"],
     }
-
-
-_OF_SERVER: Mapping[str, tuple[str, str, Callable[[Server], float]]] = {
-    "uptime_seconds": ("gauge", "seconds since the start", lambda server: time.time() - server.started),
-    "checkpoints": ("gauge", "named checkpoints", lambda server: len(server.store.rows(CHECKPOINTS))),
-    "failed_requests_total": ("counter", "requests that failed through their futures", lambda server: server.futures.errors),
-}
-"""Name of a metric -> kind, help and value."""
-_OF_MODEL: Mapping[str, tuple[str, str, Callable[[ServedModel], float]]] = {
-    "training_up": ("gauge", "whether training works", lambda model: not model.training.failed),
-    "engines": ("gauge", "engines that are alive", lambda model: model.sampling.engines["alive"]),
-    "runs": ("gauge", "live runs", lambda model: len(model.training.waiting)),
-    "waiting_requests": ("gauge", "training requests that wait", lambda model: sum(model.training.waiting.values())),
-    "passes_total": ("counter", "passes over the model", lambda model: model.training.passes),
-    "trained_tokens_total": ("counter", "tokens in passes", lambda model: model.training.tokens),
-    "steps_total": ("counter", "optimizer steps", lambda model: model.training.steps),
-    "open_samples": ("gauge", "responses being sampled", lambda model: model.sampling.open),
-    "samples_total": ("counter", "responses sampled", lambda model: model.sampling.samples),
-    "sampled_tokens_total": ("counter", "tokens sampled", lambda model: model.sampling.tokens),
-    "pushed_adapters": ("gauge", "adapters in the engines", lambda model: model.sampling.pushed),
-}
-
-
-def _add_pages(app: FastAPI, server: Server) -> None:
-    @app.get("/metrics")
-    def metrics() -> PlainTextResponse:
-        lines: list[str] = []
-        for name, (kind, help, value) in _OF_SERVER.items():
-            lines += _metric(name, kind, help, {"": value(server)})
-        for name, (kind, help, of) in _OF_MODEL.items():
-            lines += _metric(name, kind, help, {_label(each): of(model) for each, model in server.models.items()})
-        return PlainTextResponse("\n".join(lines) + "\n", media_type="text/plain; version=0.0.4")
-
-    @app.get("/")
-    def status() -> HTMLResponse:
-        models = server.models.values()
-        whole = [(help, f"{value(server):.0f}") for _, help, value in _OF_SERVER.values()]
-        of_models = [(help, *(f"{value(model):.0f}" for model in models)) for _, help, value in _OF_MODEL.values()]
-        speeds = [server.speeds(model) for model in models]
-        for kind in speeds[0]:
-            of_models.append((f"{kind} tokens a second, in the last minute", *(f"{found[kind]:.1f}" for found in speeds)))
-        runs = []
-        # Whoever sees the page need not have a key, and a key sees its own runs alone.
-        if not server.store.has_keys:
-            for name, model in server.models.items():
-                for run, waiting in model.training.waiting.items():
-                    found = server.store.get(RUNS, id=run) or {"lora": {}}
-                    runs.append((run, name, found["lora"].get("rank", "-"), model.training.steps_of(run), waiting))
-        page = [
-            "<!doctype html><meta charset=utf-8><meta http-equiv=refresh content=5><title>rl-backend serve</title>",
-            "<style>body{font:15px sans-serif;margin:2em;max-width:60em}table{border-collapse:collapse;margin:1em 0}",
-            "td,th{padding:.2em .8em;border-bottom:1px solid #ccc;text-align:left}</style>",
-            f"<h1>rl-backend serve</h1><p>{escape(server.failed or 'serving')}, since {shown_time(server.started)}</p>",
-            _table(("", ""), whole),
-            _table(("", *server.models), of_models),
-            _table(("run", "model", "rank", "steps", "requests waiting"), runs) if runs else "",
-        ]
-        return HTMLResponse("".join(page))
-
-
-def _metric(name: str, kind: str, help: str, values: Mapping[str, float]) -> list[str]:
-    """Lines of Prometheus' text format; values by their labels."""
-    full = f"rl_backend_serve_{name}"
-    found = [f"{full}{label} {value:.15g}" for label, value in values.items()]
-    return [f"# HELP {full} {help}", f"# TYPE {full} {kind}", *found]
-
-
-def _label(model: str) -> str:
-    escaped = model.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
-    return f'{{model="{escaped}"}}'
-
-
-def _table(head: tuple[str, ...], rows: list[tuple[Any, ...]]) -> str:
-    lines = [f"<tr>{''.join(f'<th>{escape(each)}' for each in head)}"]
-    lines += [f"<tr>{''.join(f'<td>{escape(str(each))}' for each in row)}" for row in rows]
-    return f"<table>{''.join(lines)}</table>"
 
 
 async def _body(request: Request, most: int) -> tuple[bytes, bool]:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import subprocess
+import threading
 import time
 import urllib.request
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -130,6 +132,53 @@ def test_the_openai_package_talks_to_what_is_trained(served: Served, client: Any
     for page, text in (("/", "rl-backend"), ("/metrics", "rl_backend_serve_checkpoints 1")):
         with urllib.request.urlopen(served.url + page) as answer:
             assert text in answer.read().decode()
+
+
+@pytest.mark.shows(
+    "server: openai's package chats with a run, in pieces, while it is being trained, and hears what it learns"
+)
+def test_a_run_is_talked_to_in_streams_while_it_is_being_trained(served: Served, client: Any) -> None:
+    from tinker import types
+
+    training = client.create_lora_training_client(base_model=served.model, rank=16, seed=5).result()
+    tokenizer, reply = training.get_tokenizer(), " ".join(map(str, range(20)))
+    messages: Any = [{"role": "user", "content": "count"}]
+    prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+    said = [*tokenizer.encode(reply, add_special_tokens=False), tokenizer.eos_token_id]
+    weights = [0.0] * (len(prompt) - 1) + [1.0] * len(said)
+    inputs = {"target_tokens": [*prompt[1:], *said], "weights": weights}
+    datum = types.Datum(model_input=types.ModelInput.from_ints([*prompt, *said[:-1]]), loss_fn_inputs=inputs)
+    steps, over = list[float](), threading.Event()
+
+    def train_on() -> None:
+        while not over.is_set():
+            for _ in range(4):
+                training.forward_backward([datum], "cross_entropy")
+                training.optim_step(types.AdamParams(learning_rate=1e-2)).result()
+                steps.append(time.monotonic())
+            # A run's name stands for its newest save.
+            training.save_weights_and_get_sampling_client().result()
+
+    door = openai.OpenAI(base_url=f"{served.url}/v1", api_key="tml-local")
+    heard, meanwhile, last = list[str](), 0, time.monotonic() + 120
+    training.save_weights_and_get_sampling_client().result()
+    with ThreadPoolExecutor(1) as pool:
+        learner = pool.submit(train_on)
+        try:
+            while reply not in heard and not learner.done() and time.monotonic() < last:
+                asked: Any = {"model": training.model_id, "messages": messages, "max_tokens": len(said), "temperature": 0}
+                pieces = [
+                    (len(steps), each.choices[0].delta.content)
+                    for each in door.chat.completions.create(**asked, stream=True)
+                    if each.choices and each.choices[0].delta.content
+                ]
+                heard.append("".join(text for _, text in pieces))
+                meanwhile += pieces[-1][0] - pieces[0][0]
+        finally:
+            over.set()
+        learner.result()
+    assert heard[0] != reply == heard[-1], heard[-1]
+    assert len(pieces) > 3 and meanwhile, "steps are taken between the pieces of an answer"
 
 
 def test_a_second_server_does_not_take_the_port(served: Served, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

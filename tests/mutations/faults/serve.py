@@ -301,4 +301,28 @@ FAULTS = [
         ("test_a_key_is_printed_once_and_kept_as_a_digest_and_other_addresses_need_one",),
         "a slip in --remove-key would leave the key at work unnoticed",
     ),
+    Fault(
+        "the-page-shows-the-runs-of-every-key",
+        "actors.serve.pages:_runs",
+        "if server.store.has_keys:",
+        "if False:",
+        ("test_the_page_lists_runs_until_the_server_has_keys",),
+        "whoever sees the status page would see the runs of all keys",
+    ),
+    Fault(
+        "the-page-takes-names-for-html",
+        "actors.serve.pages:_table",
+        "escape(str(each))",
+        "str(each)",
+        ("test_the_page_lists_runs_until_the_server_has_keys",),
+        "a name that a client or a user gives would be read as HTML in the browser of whoever runs the server",
+    ),
+    Fault(
+        "the-page-leaves-the-smaller-unit-of-time-out",
+        "actors.serve.pages:shown_seconds",
+        "parts[first : first + 2]",
+        "parts[first : first + 1]",
+        ("test_seconds_are_shown_in_the_two_largest_units",),
+        "a server would be said to be up for an hour until it is up for two",
+    ),
 ]
