@@ -2,14 +2,14 @@
 ROOT := $(shell cd "$$(dirname "$(strip $(MAKEFILE_LIST))")" && pwd)
 PY := .venv/bin/python
 
-export PYTHON DEVICE
+export PYTHON DEVICE PINS
 export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
 export RAY_USAGE_STATS_ENABLED := 0
 export VLLM_NO_USAGE_STATS := 1
 export DO_NOT_TRACK := 1
 
-.PHONY: help setup demo demo-real check test test-all mutate bench libraries gpu-check doctor
+.PHONY: help setup demo demo-real check test test-all test-next mutate bench libraries gpu-check doctor
 .DEFAULT_GOAL := help
 
 help:
@@ -19,6 +19,7 @@ help:
 	@echo 'make check                     lint, types, import contracts and the unit tests without heavy imports (minutes)'
 	@echo 'make test                      lint, types, import contracts and tests (ARGS="..." goes to pytest)'
 	@echo 'make test-all                  the same with every case and long proof; writes benchmarks/results/matrix.json'
+	@echo 'make test-next                 what of the suite runs with the next versions, in .venv-next (make setup PINS=next)'
 	@echo 'make mutate                    put deliberate faults into a copy, one by one, and print those that no test notices'
 	@echo 'make bench NAME=train_speed    run one benchmark; without NAME, list them (ARGS="...")'
 	@echo 'make libraries                 install other libraries and a pretrained model beside .venv, for the tests that use them'
@@ -46,6 +47,10 @@ check test test-all: setup
 	echo 'mypy' && $(PY) -m mypy && \
 	echo 'import contracts' && .venv/bin/lint-imports --no-logo && \
 	echo 'pytest' && exec $(PY) -m $(TESTS) $(ARGS)
+
+test-next: override PINS := next
+test-next: setup
+	@cd "$(ROOT)" && exec $(PY) -m tests.next $(ARGS)
 
 mutate: setup
 	@cd "$(ROOT)" && PYTHONPATH="$(ROOT)" exec $(PY) -m tests.mutations $(ARGS)

@@ -2,6 +2,9 @@
 
 Run by setup.sh with any Python 3.12; standard library only. ``--check`` only tells by its exit status whether there is
 something to do. ``.venv/setup.json`` records what the environment was made for and whether that was finished.
+
+With ``PINS=next`` it then makes an environment beside .venv for each file of .ci/pins/next: what is pinned as in .venv is
+linked from there, so that it takes no disk, and the rest is installed. A run for one of them has ``LOCK=next/NAME``.
 """
 
 from __future__ import annotations
@@ -22,16 +25,34 @@ from collections.abc import Callable
 from pathlib import Path
 
 from setup_browser import find_or_install_browser
-from setup_pip import GIB, LOG, PYTHON, ROOT, VENV, SetupError, Step, explain, last_lines, run_pip
+from setup_pip import GIB, LOCK, LOG, PYTHON, ROOT, UNINSTALL, VENV, SetupError, Step, explain, last_lines, run_pip
 
 STATE = VENV / "setup.json"
 PARTIAL_STATE = VENV / "setup.partial"
 NEEDED_GIB = {"cpu": {"environment": 8, "downloads": 4}, "gpu": {"environment": 14, "downloads": 8}}
+PINS = ROOT / ".ci" / "pins"
 _SCRIPTS = ("setup.sh", "setup_env.py", "setup_pip.py", "setup_browser.py")
-INPUTS = ("constraints.txt", "pyproject.toml", *(f".ci/{name}" for name in _SCRIPTS))
+_LOCKS = (f".ci/pins/{LOCK}.txt",) if LOCK else ()
+INPUTS = ("constraints.txt", *_LOCKS, "pyproject.toml", *(f".ci/{name}" for name in _SCRIPTS))
 
 
 def main() -> int:
+    own = main_of_one()
+    return own or next(filter(None, map(main_of_lock, locks())), 0)
+
+
+def locks() -> list[str]:
+    """``next/engines`` and so on, where ``PINS=next`` asks for environments beside .venv."""
+    named = "" if LOCK else os.environ.get("PINS", "")
+    return sorted(f"{named}/{file.stem}" for file in (PINS / named).glob("*.txt")) if named else []
+
+
+def main_of_lock(lock: str) -> int:
+    command = [sys.executable, "-E", "-s", __file__, *sys.argv[1:]]
+    return subprocess.run(command, env={**os.environ, "LOCK": lock}, check=False).returncode
+
+
+def main_of_one() -> int:
     if "--check" in sys.argv[1:]:
         return 0 if is_ready() else 1
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
@@ -54,15 +75,20 @@ def set_up() -> None:
         return
     check_platform()
     kind = device_kind()
+    check_pins(kind)
     started = time.monotonic()
     print(
-        f"Setting up .venv for {'an NVIDIA GPU' if kind == 'gpu' else 'CPU only'}; details go to .venv/setup.log", flush=True
+        f"Setting up {VENV.relative_to(ROOT)} for {'an NVIDIA GPU' if kind == 'gpu' else 'CPU only'}; "
+        f"details go to {LOG.relative_to(ROOT)}",
+        flush=True,
     )
     if reason := why_start_afresh(kind):
         check_space(kind)
         make_environment(kind, reason)
     write_state(kind, finished=False)
     pins = read_pins(kind)
+    if others := not_pinned(pins):
+        run_pip(f"Removing {len(others)} packages", others, verb=UNINSTALL)
     if missing := differing(pins):
         if "setuptools" in missing:
             run_pip("Preparing to build packages", [pins["setuptools"]])
@@ -74,7 +100,8 @@ def set_up() -> None:
         )
     with Step("Checking that it imports"):
         check_imports()
-    find_or_install_browser()
+    if not LOCK:
+        find_or_install_browser()
     write_state(kind, finished=True)
     print(f"Set-up done in {time.monotonic() - started:.0f} s", flush=True)
 
@@ -138,6 +165,14 @@ def check_platform() -> None:
         )
 
 
+def check_pins(kind: str) -> None:
+    named = os.environ.get("PINS", "")
+    if named and not (PINS / named).is_dir():
+        raise SetupError(f"PINS={named} is not known. Use one of {', '.join(sorted(each.name for each in PINS.iterdir()))}.")
+    if named and kind == "gpu":
+        raise SetupError(f"PINS={named} has versions for machines without a GPU only. Set DEVICE=cpu to try them here.")
+
+
 def why_start_afresh(kind: str) -> str | None:
     """Why .venv must be made from nothing, or None when it can be brought up to date in place."""
     if not VENV.exists() or set(VENV.iterdir()) <= {PARTIAL_STATE}:
@@ -194,15 +229,37 @@ def check_space(kind: str) -> None:
 def make_environment(kind: str, step: str) -> None:
     with Step(step):
         empty_environment(kind)
+        if LOCK:
+            link_environment()
+            return
         made = subprocess.run([sys.executable, "-I", "-m", "venv", str(VENV)], capture_output=True, text=True, check=False)
     if made.returncode != 0:
         output = made.stdout + made.stderr
         raise SetupError(explain(output) or f"{sys.executable} cannot make a virtual environment: {last_lines(output, 3)}")
 
 
+def link_environment() -> None:
+    """Makes a second environment of .venv: files are links to the same data, those that name their folder are rewritten."""
+    base = (ROOT / ".venv").resolve()
+
+    def link(source: str, target: str) -> None:
+        if Path(source).parent in (base, base / "bin") and bytes(base) in (data := Path(source).read_bytes()):
+            Path(target).write_bytes(data.replace(bytes(base), bytes(VENV)))
+            shutil.copymode(source, target)
+            return
+        try:
+            os.link(source, target)
+        except OSError:  # another file system, or one without links
+            shutil.copy2(source, target)
+
+    shutil.copytree(
+        base, VENV, symlinks=True, ignore=shutil.ignore_patterns("setup.*"), copy_function=link, dirs_exist_ok=True
+    )
+
+
 def empty_environment(kind: str) -> None:
     """Leaves in .venv only its state, which is there all the time: wherever this stops, .venv is known as our own."""
-    VENV.mkdir(exist_ok=True)
+    VENV.mkdir(exist_ok=True, parents=True)
     write_state(kind, finished=False)
     for entry in VENV.iterdir():
         if entry.is_dir() and not entry.is_symlink():
@@ -212,12 +269,17 @@ def empty_environment(kind: str) -> None:
 
 
 def read_pins(kind: str) -> dict[str, str]:
-    """Package name -> ``name==version``; a line that ends in ``# cpu`` or ``# gpu`` counts for that kind only."""
-    pins = {}
-    for line in (ROOT / "constraints.txt").read_text().splitlines():
+    """Package name -> ``name==version``; a line that ends in ``# cpu`` or ``# gpu`` counts for that kind only.
+
+    In a file of .ci/pins a line replaces that of constraints.txt, and ``-name`` takes it away.
+    """
+    pins: dict[str, str] = {}
+    for line in [line for name in ("constraints.txt", *_LOCKS) for line in (ROOT / name).read_text().splitlines()]:
         requirement, _, only = line.partition("#")
         requirement = requirement.strip()
-        if requirement and only.strip() in ("", kind):
+        if requirement.startswith("-"):
+            del pins[canonical(requirement[1:])]
+        elif requirement and only.strip() in ("", kind):
             pins[canonical(requirement.partition("==")[0])] = requirement
     return pins
 
@@ -227,11 +289,20 @@ def canonical(name: str) -> str:
 
 
 def differing(pins: dict[str, str]) -> dict[str, str]:
-    """The pins that are not installed in .venv in this very version."""
+    """The pins that are not installed in this very version."""
+    here = installed()
+    return {name: pin for name, pin in pins.items() if here.get(name) != pin.partition("==")[2]}
+
+
+def not_pinned(pins: dict[str, str]) -> list[str]:
+    """What came from .venv and must not stay; in .venv itself, what someone has added is left alone."""
+    return sorted(installed().keys() - pins.keys() - {"pip"}) if LOCK else []
+
+
+def installed() -> dict[str, str]:
     script = "import importlib.metadata as m, json; print(json.dumps([[d.name, d.version] for d in m.distributions()]))"
     listing = subprocess.run([PYTHON, "-I", "-c", script], capture_output=True, text=True, check=True)
-    installed = {canonical(name): version for name, version in json.loads(listing.stdout)}
-    return {name: pin for name, pin in pins.items() if installed.get(name) != pin.partition("==")[2]}
+    return {canonical(name): version for name, version in json.loads(listing.stdout)}
 
 
 def check_imports() -> None:

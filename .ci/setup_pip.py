@@ -14,7 +14,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-VENV = ROOT / ".venv"
+LOCK = os.environ.get("LOCK", "")
+"""Of an environment beside .venv: ``next/engines`` is .venv-next/engines, by .ci/pins/next/engines.txt. Empty for .venv."""
+VENV = ROOT / (f".venv-{LOCK}" if LOCK else ".venv")
 PYTHON = VENV / "bin" / "python"
 LOG = VENV / "setup.log"
 GIB = 2**30
@@ -41,9 +43,14 @@ class SetupError(Exception):
     """What is wrong and what to do, in one message."""
 
 
-def run_pip(step: str, arguments: list[str], *, total: int = 0) -> None:
-    """Runs ``pip install`` without dependency resolution (constraints.txt is the whole environment); raises SetupError."""
-    command = [str(PYTHON), "-Iu", "-m", "pip", "install", "--no-deps", "--no-build-isolation", "--no-input", *arguments]
+INSTALL = ("install", "--no-deps", "--no-build-isolation")
+"""Without dependency resolution: the pins are the whole environment."""
+UNINSTALL = ("uninstall", "--yes")
+
+
+def run_pip(step: str, arguments: list[str], *, verb: tuple[str, ...] = INSTALL, total: int = 0) -> None:
+    """Runs pip in the environment; raises SetupError."""
+    command = [str(PYTHON), "-Iu", "-m", "pip", *verb, "--no-input", *arguments]
     environment = {**os.environ, "PIP_DISABLE_PIP_VERSION_CHECK": "1", "PIP_USER": "0"}
     for variable in ("PIP_TARGET", "PIP_PREFIX", "PIP_ROOT"):
         environment.pop(variable, None)

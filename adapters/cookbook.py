@@ -1,7 +1,5 @@
 """tinker-cookbook's environments as players of episodes. Nothing of tinker-cookbook is imported: yours brings it."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 

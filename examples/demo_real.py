@@ -4,8 +4,6 @@ SmolLM2-135M-Instruct, from a package's GGUF file, learns sums of reasoning-gym 
 are passed on to ``rl-backend grpo``, in place of those here.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import shlex

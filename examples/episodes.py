@@ -8,8 +8,6 @@
 ``RAY_ADDRESS`` set it runs on that cluster. Copy the file to begin an environment, or a loop, of your own.
 """
 
-from __future__ import annotations
-
 import random
 import re
 from collections.abc import Mapping

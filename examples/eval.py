@@ -9,8 +9,6 @@ options. ``--out FOLDER`` keeps the numbers and every answer. With ``RAY_ADDRESS
 this machine. The file stands alone: copy it to begin an evaluation of your own.
 """
 
-from __future__ import annotations
-
 from actors.run import announce
 
 announce(__name__)  # the first line, before imports that take seconds

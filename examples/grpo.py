@@ -8,8 +8,6 @@ sampled while this one is trained on. With ``RAY_ADDRESS`` set it runs on that c
 a loop of your own.
 """
 
-from __future__ import annotations
-
 from typing import Annotated, ClassVar, Literal, Self
 
 from actors.run import announce

@@ -7,8 +7,6 @@ time. Every option is a field of ``PPOConfig``. With ``RAY_ADDRESS`` set it runs
 loop of your own.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import Annotated, ClassVar, Literal, Self

@@ -6,8 +6,6 @@ What stands after ``--`` is a module and its options, run on the head node with 
 this command's. Ctrl-C stops the job: a run finishes its step and commits a checkpoint. See docs/cluster.md.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import logging
@@ -233,10 +231,10 @@ def _saved_run_dir(path: Path) -> str | None:
 
 def _option(arguments: Sequence[str], name: str) -> str | None:
     for index, argument in enumerate(arguments):
-        if argument == name:
-            return arguments[index + 1] if index + 1 < len(arguments) else ""
-        if argument.startswith(f"{name}="):
-            return argument.partition("=")[2]
+        flag, equals, value = argument.partition("=")
+        # Flags are also taken as options are spelled, such as --run_dir.
+        if flag.replace("_", "-") == name:
+            return value if equals else next(iter(arguments[index + 1 :]), "")
     return None
 
 

@@ -6,8 +6,6 @@ Every option is a field of ``SFTConfig``. With ``RAY_ADDRESS`` set it runs on th
 your own.
 """
 
-from __future__ import annotations
-
 import math
 import statistics
 from collections.abc import Sequence

@@ -9,8 +9,6 @@ each step of a user its adapter alone goes to the engines, which serve on. Each 
 ``run_dir/report.html`` shows all users. With ``--resume auto`` each continues from its last checkpoint.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import nullcontext

@@ -1,7 +1,5 @@
 """Checks that this machine has the packages, GPUs and cores of a run. Machines of a cluster are left to Ray."""
 
-from __future__ import annotations
-
 import ast
 import importlib.util
 import os
@@ -158,19 +156,14 @@ def _vllm_arguments() -> frozenset[str]:
 def _check_cores(engines: RolloutConfig, beside: int) -> None:
     cores, parts = sorted(os.sched_getaffinity(0)), engines.tensor_parallel
     missing = sorted({core for group in engines.cores or () for core in group} - set(cores))
+    each, wrong = cores_each(engines.num_engines + beside), list[tuple[str, object, str]]()
     if missing:
-        raise ConfigError.of("RolloutConfig.cores", missing, f"this process may only use cores {cores}; use some of them")
+        wrong.append(("RolloutConfig.cores", missing, f"this process may only use cores {cores}; use some of them"))
     if (engines.cores_per_engine or 0) > len(cores):
-        raise ConfigError.of(
-            "RolloutConfig.cores_per_engine",
-            engines.cores_per_engine,
-            f"this machine has {len(cores)} cores; use at most that",
-        )
-    each = cores_each(engines.num_engines + beside)
+        problem = f"this machine has {len(cores)} cores; use at most that"
+        wrong.append(("RolloutConfig.cores_per_engine", engines.cores_per_engine, problem))
     if engines.cores is None and engines.cores_per_engine is None and each % parts:
-        raise ConfigError.of(
-            "RolloutConfig.tensor_parallel",
-            parts,
-            f"each engine has {each} of this machine's {len(cores)} cores, which it must divide; "
-            f"{nearest(parts, divisors(each))}",
-        )
+        problem = f"each engine has {each} of this machine's {len(cores)} cores, which it must divide"
+        wrong.append(("RolloutConfig.tensor_parallel", parts, f"{problem}; {nearest(parts, divisors(each))}"))
+    if wrong:
+        raise ConfigError.of_all(wrong)

@@ -1,7 +1,5 @@
 """Memory of a run on this machine, by :mod:`rl_backend.lab.plan`: the micro-batch that fits, and whether a run fits."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """The checks of a run that come before Ray, each with what it found and how long it took."""
 
-from __future__ import annotations
-
 import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Placement: the division of a cluster's cores and GPUs, and the reservations of a group."""
 
-from __future__ import annotations
-
 import os
 from collections import Counter
 from collections.abc import Mapping

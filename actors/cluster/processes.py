@@ -1,7 +1,5 @@
 """Processes of a host, told apart from later ones that have the same number, where they are, and tasks of other nodes."""
 
-from __future__ import annotations
-
 import faulthandler
 import os
 import re
@@ -15,6 +13,8 @@ from typing import Any, NamedTuple, Self
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+# Places in what _stat returns.
+_STATE, _PARENT, _START = 0, 1, 19
 _ENDED, _STOPPED = ("Z", "X", "x"), ("T", "t")
 _STACKS, _STACKS_SECONDS = "rl_backend_stacks", 2.0
 
@@ -36,14 +36,27 @@ class Process(NamedTuple):
     @property
     def is_stopped(self) -> bool:
         """Whether a signal or a debugger has stopped it, so that it does nothing until another one comes."""
-        state, started = _stat(self.pid)
-        return started == self.started and state in _STOPPED
+        fields = _stat(self.pid)
+        return bool(fields) and fields[_START] == self.started and fields[_STATE] in _STOPPED
 
     def kill(self) -> None:
         """Ends it by SIGKILL, which a stopped process obeys too."""
         if not self.has_ended:
             with suppress(ProcessLookupError, PermissionError):
                 os.kill(self.pid, signal.SIGKILL)
+
+
+def descendants() -> set[Process]:
+    """The processes that this one has started, and those that they have."""
+    parents = {}
+    for folder in filter(str.isdigit, os.listdir("/proc")):
+        if fields := _stat(int(folder)):
+            parents[Process(int(folder), fields[_START])] = int(fields[_PARENT])
+    found, new = set[Process](), {os.getpid()}
+    while new:
+        children = {process for process, parent in parents.items() if parent in new} - found
+        found, new = found | children, {process.pid for process in children}
+    return found
 
 
 def call_on_node(node_id: str, function: Callable[..., object], *arguments: Any) -> Any:
@@ -102,16 +115,14 @@ def driver_mark() -> str:
 
 def start_time(pid: int) -> str:
     """When a process started; empty where none of that number lives."""
-    state, started = _stat(pid)
+    fields = _stat(pid)
     # A killed process whose parent does not wait for it stays as a zombie, for ever in a container without an init.
-    return "" if state in _ENDED else started
+    return "" if not fields or fields[_STATE] in _ENDED else fields[_START]
 
 
-def _stat(pid: int) -> tuple[str, str]:
+def _stat(pid: int) -> list[str]:
+    """The fields behind the command, which stands in parentheses and may hold spaces; none where no such process lives."""
     try:
-        text = Path(f"/proc/{pid}/stat").read_text()
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except (FileNotFoundError, ProcessLookupError):
-        return "", ""
-    # The second field is the command in parentheses and may hold spaces; state is the 3rd, start time the 22nd.
-    fields = text.rpartition(")")[2].split()
-    return fields[0], fields[19]
+        return []

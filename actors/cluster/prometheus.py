@@ -5,8 +5,6 @@ value that is not finite is not exported; ``rl_backend_run_not_finite_total`` co
 exported.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 import re

@@ -1,7 +1,5 @@
 """Watch over Ray: a lost cluster is noticed before Ray ends the process with a dump and leaves others behind."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal
@@ -13,12 +11,12 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
-from pathlib import Path
 from types import FrameType
 
 import ray
 from ray.exceptions import OutOfMemoryError
 
+from actors.cluster.processes import Process, descendants
 from rl_backend.contracts import ClusterLostError
 
 END_SECONDS = 20.0
@@ -86,7 +84,7 @@ class _Watch:
         self._ours = bool(self._checks)
         if not self._ours:
             self._checks = _remote_checks()
-        self._family: dict[int, str] = {}
+        self._family: set[Process] = set()
         self._reason = ""
         self._told = False
         self._stopped = threading.Event()
@@ -115,7 +113,7 @@ class _Watch:
         count = 0
         while not self._stopped.wait(_POLL_SECONDS if self._ours else _POLL_SECONDS_ELSEWHERE):
             if self._ours and count % _FAMILY_EVERY == 0:
-                self._family |= _descendants()
+                self._family |= descendants()
             count += 1
             if reason := self._check():
                 self._end(reason)
@@ -133,14 +131,12 @@ class _Watch:
         self._reason = reason
 
     def _end(self, reason: str) -> None:
-        self._family |= _descendants() if self._ours else {}
+        self._family |= descendants() if self._ours else set()
         self._note(reason)
         signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
         # Ray's processes would wait for a minute for what does not come back, and calls to them with it.
-        for pid, started in self._family.items():
-            if _started(pid) == started:
-                with suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
+        for process in self._family:
+            process.kill()
         if not self._stopped.wait(END_SECONDS):
             for say in exit_hooks:
                 with suppress(Exception):  # the process must end whatever comes of it
@@ -189,32 +185,6 @@ class _Port:
         else:
             self._failing_since = None
         return ""
-
-
-def _descendants() -> dict[int, str]:
-    parents: dict[int, tuple[int, str]] = {}
-    for folder in Path("/proc").iterdir():
-        if folder.name.isdigit() and (fields := _stat(int(folder.name))):
-            parents[int(folder.name)] = (int(fields[1]), fields[19])
-    found: dict[int, str] = {}
-    new = {os.getpid()}
-    while new:
-        new = {pid for pid, (parent, _) in parents.items() if parent in new and pid not in found}
-        found |= {pid: parents[pid][1] for pid in new}
-    return found
-
-
-def _started(pid: int) -> str | None:
-    fields = _stat(pid)
-    return fields[19] if fields else None
-
-
-def _stat(pid: int) -> list[str] | None:
-    try:
-        # After the name, which may have spaces: state, parent, ..., start (20th).
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return None
 
 
 WHAT_TO_SET = "lower --max-tokens-per-micro-batch, set --activation-checkpointing full, or free memory"

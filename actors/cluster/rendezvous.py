@@ -1,7 +1,5 @@
 """Rendezvous of processes: a store on the loopback address, a gate for other machines, free ports, a push's gloo group."""
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import os

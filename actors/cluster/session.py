@@ -5,8 +5,6 @@ process groups of its own: a terminal, ``timeout`` and some schedulers send a si
 Ray's servers, which block Ctrl-C, end on SIGTERM, and with them the step that a run would still finish.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import signal

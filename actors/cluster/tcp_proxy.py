@@ -5,8 +5,6 @@ The owner of the port opens a :class:`Gate` on an address that other nodes reach
 before a byte passes (HMAC-SHA256 over fresh random numbers of both); what passes then is not encrypted.
 """
 
-from __future__ import annotations
-
 import hmac
 import secrets
 import socket

@@ -1,7 +1,5 @@
 """The collector: the batch of each training step, of samples that may be some steps behind."""
 
-from __future__ import annotations
-
 import statistics
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Held-out sets: their prompts, the answers between two steps, and what the rewards of these come to."""
 
-from __future__ import annotations
-
 import math
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence

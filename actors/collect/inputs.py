@@ -1,7 +1,5 @@
 """Inputs of a run that samples: tokenizer, prompts and reward functions, or rows and environment."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial

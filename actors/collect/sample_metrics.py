@@ -1,7 +1,5 @@
 """Metrics of a step's samples: responses to prompts, or episodes."""
 
-from __future__ import annotations
-
 import statistics
 from collections import Counter
 from collections.abc import Iterable, Sequence

@@ -1,7 +1,5 @@
 """Stop tokens of a response."""
 
-from __future__ import annotations
-
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path

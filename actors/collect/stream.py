@@ -1,7 +1,5 @@
 """Sampled batches in order, made while earlier ones are trained on when that is allowed."""
 
-from __future__ import annotations
-
 import threading
 import time
 from abc import ABC, abstractmethod

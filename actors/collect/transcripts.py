@@ -1,7 +1,5 @@
 """Samples as lines of ``samples.jsonl`` and ``held_out.jsonl``: responses, or turns, tool calls and what was trained."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby
 from typing import Any

@@ -1,7 +1,5 @@
 """A run's checkpoints: several models and the run's progress as one, committed by one rename."""
 
-from __future__ import annotations
-
 import io
 import json
 import logging

@@ -1,7 +1,5 @@
 """The folder of a run, which a person and a program can both read."""
 
-from __future__ import annotations
-
 import math
 import sys
 import time

@@ -3,8 +3,6 @@
 Fields declare what may change, see :class:`~rl_backend.contracts.OnResume`; all others decide.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import os
 from collections.abc import Iterator, Mapping

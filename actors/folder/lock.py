@@ -1,7 +1,5 @@
 """The lock of a run's folder, and what is said when the folder cannot be written to."""
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import os

@@ -1,7 +1,5 @@
 """Resuming: where a run begins, in a new folder or after a checkpoint, and its logs cut back to that checkpoint."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Mapping
 from contextlib import suppress

@@ -1,7 +1,5 @@
 """``run.json``, which says how a run stands, and the process that watches over it."""
 
-from __future__ import annotations
-
 import json
 import os
 import socket

@@ -7,8 +7,6 @@ python -I -S watcher.py FOLDER PROCESS DRIVER     PROCESS: ``process`` of run.js
 It imports little, waits without polling, and has a session of its own, which Ctrl-C and signals to the run do not reach.
 """
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import json

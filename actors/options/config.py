@@ -1,7 +1,5 @@
 """Options of every run: runtime and layout, data, resources, checkpoints, metrics."""
 
-from __future__ import annotations
-
 import importlib
 import importlib.util
 import re
@@ -13,7 +11,6 @@ from pydantic import BaseModel, ConfigDict, Field, model_serializer, model_valid
 
 from actors.cluster.placement import ClusterShare
 from actors.options.eval_sets import EvalDatasets, EvalSet, sets_by_name
-from actors.options.health import HealthLimits
 from actors.options.policy_options import LoRAOptions
 from actors.rollout.config import RolloutConfig
 from actors.train.layout import check_fewest
@@ -189,6 +186,29 @@ TRAINING = RANKS | OptionSet(
         "resume": "auto|DIR",
     },
 )
+
+
+class HealthLimits(BaseConfig):
+    """Limits of a step; none watches for nothing.
+
+    Attributes:
+        log_prob_gap: mean difference between trainer and engine, in nats per token.
+        kl: mean of the metric kl, to the reference.
+        skipped_updates: steps in a row of which every update was skipped.
+        failed_rewards: share of a step's rewards, or episodes, that failed.
+        free_disk_gib: least GiB that are free where the run folder is.
+        on_limit: warn once, or stop: the run ends with an error after the step that is beyond a limit.
+    """
+
+    model_config = ConfigDict(allow_inf_nan=False)
+
+    log_prob_gap: Annotated[float | None, MAY_CHANGE] = Field(default=1.0, gt=0)
+    kl: Annotated[float | None, MAY_CHANGE] = Field(default=None, gt=0)
+    skipped_updates: Annotated[int | None, MAY_CHANGE] = Field(default=5, ge=1)
+    failed_rewards: Annotated[float | None, MAY_CHANGE] = Field(default=0.5, gt=0, lt=1)
+    free_disk_gib: Annotated[float | None, MAY_CHANGE] = Field(default=1.0, gt=0)
+    on_limit: Annotated[Literal["warn", "stop"], MAY_CHANGE] = "warn"
+
 
 HeldOutSets = Annotated[
     EvalDatasets,

@@ -1,7 +1,5 @@
 """Held-out sets as options."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """Options of a policy: the loss that it minimises, and its adapters."""
 
-from __future__ import annotations
-
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import ConfigDict, Field, model_validator

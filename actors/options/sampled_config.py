@@ -1,7 +1,5 @@
 """Options of every run that samples: sampling, staleness, engines, and where rewards come from: functions, or episodes."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal, Self

@@ -1,7 +1,5 @@
 """A loop as a command: its options, one message for an error, and the exit status."""
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Callable

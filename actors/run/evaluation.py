@@ -1,7 +1,5 @@
 """Engines without training: an evaluation of held-out sets, and one episode shown."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from contextlib import ExitStack
 from functools import partial

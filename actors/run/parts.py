@@ -1,7 +1,5 @@
 """Parts of a run: models, engines, and the sync between policy and engines."""
 
-from __future__ import annotations
-
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Runs that sample: engines answer prompts (:class:`RLRun`), or play episodes of many turns (:class:`EpisodeRun`)."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from functools import partial
 

@@ -1,7 +1,5 @@
 """A run: what a training loop needs around it, from its folder to its result."""
 
-from __future__ import annotations
-
 import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence

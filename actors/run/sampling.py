@@ -1,7 +1,5 @@
 """The sampling half of a run: a batch for each step, a push after it, held-out sets where they are due, and the result."""
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Checkpoints of a run as it goes: every model and the loop's state, committed together when all are written."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Mapping
 from contextlib import ExitStack

@@ -1,7 +1,5 @@
 """The session of a run: Ray, training groups and engines, opened for it or lent to it."""
 
-from __future__ import annotations
-
 import os
 import tempfile
 import threading

@@ -1,7 +1,5 @@
 """The end of a run between two of its steps, which SIGTERM and Ctrl-C ask for."""
 
-from __future__ import annotations
-
 import os
 import signal
 import threading

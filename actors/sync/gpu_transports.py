@@ -18,7 +18,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import ray
@@ -178,7 +178,7 @@ class EngineClient:
 
 @dataclass
 class ExportSource:
-    """vLLM's ``WeightSource`` over a runtime's export; keeps the checksum of every tensor that it yields."""
+    """vLLM's ``WeightSource`` to 0.32 over a runtime's export; keeps the checksum of every tensor that it yields."""
 
     context: SourceContext
     plan: PushPlan
@@ -206,6 +206,32 @@ class ExportSource:
                 before.synchronize()
 
 
+def as_vllm_drives_it(source: ExportSource) -> Any:
+    """The source for the vLLM that is installed: from 0.33 it reads ``metadata`` once and asks for ``iter_full``."""
+    from vllm.distributed.weight_transfer import base
+
+    if not hasattr(base.WeightSource, "iter_full"):
+        return source
+
+    class FullTensors(base.WeightSource):
+        @cached_property
+        def metadata(self) -> list[Any]:
+            return source.metadata()
+
+        def iter_full(self) -> Iterator[tuple[str, Tensor]]:
+            return iter(source)
+
+    return FullTensors()
+
+
+@dataclass(frozen=True)
+class Stream:
+    """What a rank keeps of a connection."""
+
+    engine: Any
+    source: ExportSource
+
+
 def _present_stream() -> torch.cuda.Stream | None:
     return torch.cuda.current_stream() if torch.cuda.is_initialized() else None
 
@@ -227,38 +253,40 @@ def open_stream(context: SourceContext, plan: PushPlan, client: EngineClient) ->
     # A tensor travels in one bucket.
     budget = max(plan.byte_budget or DEFAULT_BYTE_BUDGET, *(info.nbytes for info in plan.infos))
     source = ExportSource(context, plan)
+    driven = as_vllm_drives_it(source)
 
     def open_nccl(port: int) -> Any:
         size = 1 + len(client.actors) * client.workers
         init_info = NCCLTrainerInitInfo(
             master_address=host, master_port=port, world_size=size, packed_buffer_size_bytes=budget, rank=context.rank
         )
-        return WeightTransferTrainerFactory.trainer_init(init_info, client=client, source=source)
+        return WeightTransferTrainerFactory.trainer_init(init_info, client=client, source=driven)
 
     if client.kind == "nccl":
         host = ray.util.get_node_ip_address()
-        engine = context.state[plan.key] = with_free_port(host, open_nccl)
+        engine = with_free_port(host, open_nccl)
         client.stop_sending = partial(end_group, engine)
     else:
         init_info = IPCTrainerInitInfo(packed=True, packed_buffer_size_bytes=budget, rank=context.rank)
-        context.state[plan.key] = WeightTransferTrainerFactory.trainer_init(init_info, client=client, source=source)
+        engine = WeightTransferTrainerFactory.trainer_init(init_info, client=client, source=driven)
+    context.state[plan.key] = Stream(engine, source)
 
 
 def send_stream(context: SourceContext, plan: PushPlan) -> dict[str, int]:
     """Runs on every rank, a collective: sends, and returns the source rank's checksums."""
-    engine = context.state[plan.key]
-    engine.source.plan = plan
+    stream: Stream = context.state[plan.key]
+    stream.source.plan = plan
     # vLLM reads the weights in its own streams, which do not wait for what this one still writes of them.
     torch.cuda.current_stream().synchronize()
-    engine.send_weights()
-    return {name: int(checksum) for name, checksum in engine.source.checksums.items()}
+    stream.engine.send_weights()
+    return {name: int(checksum) for name, checksum in stream.source.checksums.items()}
 
 
 def close_stream(context: SourceContext, key: str) -> None:
-    engine = context.state.pop(key, None)
-    if engine is not None:
-        end_group(engine)
-        engine.shutdown()
+    stream: Stream | None = context.state.pop(key, None)
+    if stream is not None:
+        end_group(stream.engine)
+        stream.engine.shutdown()
 
 
 def end_group(engine: Any) -> None:

@@ -68,6 +68,9 @@ class WeightSync:
             the driver is on that node, too, else Ray's object store.
         byte_budget: largest number of bytes that the export gathers at one time, and of a bucket where weights are streamed;
             holds the largest tensor. Ranks that send what they hold gather nothing.
+        changed_only: over ``transport="gloo"``, which must be named: send only elements that differ in any bit from those of
+            the push before. Each rank keeps a copy of what it sends in host memory. All is sent in the first push, and where
+            ranks or engines have changed.
         merged: push a tenant as a model of its own, base and adapter added up: for engines without adapters, and for what
             they cannot serve as an adapter (experts on a CPU, DoRA). No adapter is served beside such weights.
         directory: of a tenant, on a file system that every node sees: its factors travel through it in peft's format and
@@ -88,6 +91,7 @@ class WeightSync:
         *,
         transport: TransportName = "auto",
         byte_budget: int | None = None,
+        changed_only: bool = False,
         merged: bool = False,
         directory: Path | str | None = None,
         canary: Canary | None = _CANARY,
@@ -106,7 +110,8 @@ class WeightSync:
         self._byte_budget = byte_budget
         self._key = f"weight_sync_{uuid.uuid4().hex}"
         self._requested = transport
-        self._transport: Transport | None = None if transport == "auto" else make_transport(transport)
+        self._changed_only = changed_only
+        self._transport: Transport | None = None if transport == "auto" else self._make_transport()
         self._chosen_for: dict[int, int] = {}
         # The version that engines serve, and weights of it that are still staged for any engine of this host.
         self._served = UNVERSIONED
@@ -116,13 +121,18 @@ class WeightSync:
         is_tenant = isinstance(handle, HandleRef) and handle.lora_id >= 0
         self._merged = handle.name if merged and is_tenant else ""
         if is_tenant and not merged:
-            _refuse(
-                "a tenant's factors are one small message", transport=(transport, "auto"), byte_budget=(byte_budget, None)
-            )
+            of_models = {"transport": (transport, "auto"), "byte_budget": (byte_budget, None)}
+            _refuse("a tenant's factors are one small message", **of_models, changed_only=(changed_only, False))
             self._adapter = AdapterPush(train, rollout, handle, directory=directory, canary=canary)
             return
         why = "it is for a LoRA tenant that is pushed as an adapter"
         _refuse(why, directory=(directory, None), merged=(merged and not is_tenant, False), canary=(canary, _CANARY))
+        if changed_only and transport != "gloo":
+            why = (
+                "needs transport='gloo': in shared memory all is copied sooner than changes are found, and between GPUs no "
+                "engine keeps a copy to patch; set transport='gloo', or leave it out"
+            )
+            raise ConfigError.of("WeightSync.changed_only", changed_only, why)
         rollout.attach_weight_sync()
 
     def push(self) -> PushReport:
@@ -226,7 +236,8 @@ class WeightSync:
             engines = self._push_streaming(transport, plan, rollout, clock)
         else:
             engines = self._push_staged(transport, plan, rollout, clock)
-        return PushReport(plan.version, plan.nbytes, clock.seconds(), transport.name, engines, skipped, clock.sent)
+        seconds, sent, changed = clock.seconds(), clock.sent, clock.changed
+        return PushReport(plan.version, plan.nbytes, seconds, transport.name, engines, skipped, sent, changed)
 
     def close(self) -> None:
         """Frees staging buffers and connections; the engines keep their weights, and a later push makes new ones."""
@@ -247,9 +258,12 @@ class WeightSync:
                 raise
             error.add_note(f"WeightSync.close() failed as well: {closing}")
 
+    def _make_transport(self) -> Transport:
+        return GlooTransport(changed_only=True) if self._changed_only else make_transport(self._requested)
+
     def _choose(self, plan: PushPlan, rollout: EngineSet) -> Transport:
         if self._requested != "auto":
-            self._transport = self._transport or make_transport(self._requested)
+            self._transport = self._transport or self._make_transport()
             return self._transport
         engines = {engine: rollout.infos[engine].pid for engine in rollout.engines}
         # Again when the engines change: a restarted one may be on another node.
@@ -290,16 +304,32 @@ class WeightSync:
         self, transport: StagedTransport, plan: PushPlan, rollout: EngineSet, clock: PushClock, *, joining: bool = False
     ) -> tuple[int, ...]:
         self._staged = None
+        staged = self._stage(transport, plan, rollout, clock)
+        try:
+            self._verify(staged, rollout, clock)
+        except WeightCheckError as error:
+            if staged.changed is None:
+                raise
+            # Of what an engine has refused it holds nothing, so this time all is sent.
+            logger.warning("engines refused what changed since the push before, so all weights are sent: %s", error)
+            staged = self._stage(transport, plan, rollout, clock)
+            self._verify(staged, rollout, clock)
+        if transport.is_kept:
+            self._staged = staged
+        return self._load_staged(plan.version, rollout, clock, joining=joining)
+
+    def _stage(self, transport: StagedTransport, plan: PushPlan, rollout: EngineSet, clock: PushClock) -> Staged:
         with clock.phase("stage"):
             staged = transport.stage(plan, self._ranks, rollout)
+        clock.sent, clock.changed = staged.sent, staged.changed
+        manifest = staged.manifest.replace(kept=plan.kept)
+        self._require_same_again(manifest)
+        return replace(staged, manifest=manifest)
+
+    def _verify(self, staged: Staged, rollout: EngineSet, clock: PushClock) -> None:
         with clock.phase("verify"):
-            segments, manifest = staged.segments, staged.manifest.replace(kept=plan.kept)
-            clock.sent = staged.sent
-            self._require_same_again(manifest)
-            raise_failures(rollout.call("verify", manifest, each=lambda engine: (segments[engine], staged.key)))
-        if transport.is_kept:
-            self._staged = replace(staged, manifest=manifest)
-        return self._load_staged(plan.version, rollout, clock, joining=joining)
+            outcomes = rollout.call("verify", staged.manifest, each=lambda engine: (staged.segments[engine], staged.key))
+            raise_failures(outcomes)
 
     def _load_staged(self, version: int, rollout: EngineSet, clock: PushClock, *, joining: bool = False) -> tuple[int, ...]:
         with rollout.updating(), self._turns_paused(rollout, clock) as lost:

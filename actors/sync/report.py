@@ -17,7 +17,7 @@ class PushReport:
 
     Attributes:
         version: the weight version that every engine of ``engines`` now serves.
-        nbytes: bytes of the weights, sent to each engine.
+        nbytes: bytes of the weights.
         seconds: of each phase: ``plan``, ``stage``, ``verify``, ``load``, ``resume`` (``stream`` in place of
             ``stage``, ``verify`` and ``load`` where weights are streamed), and ``total``. Through shared memory,
             ``stage`` is also the time in which engines check what is staged already, and ``verify`` what is left of
@@ -37,6 +37,7 @@ class PushReport:
     engines: tuple[int, ...]
     skipped: tuple[int, ...]
     sent: tuple[int, ...] = ()
+    changed: int | None = None
 
     def export(self) -> None:
         for phase, seconds in self.seconds.items():
@@ -48,11 +49,14 @@ class PushReport:
 
 
 class PushClock:
-    """Seconds of a push by phase, which a trace shows as well, with the version once it is known; and bytes by rank."""
+    """Seconds of a push by phase, which a trace shows as well, with the version once it is known; and bytes by rank,
+    and changed elements.
+    """
 
     def __init__(self) -> None:
         self.version: int | None = None
         self.sent: tuple[int, ...] = ()
+        self.changed: int | None = None
         self._started = time.perf_counter()
         self._seconds: dict[str, float] = {}
 
@@ -63,7 +67,7 @@ class PushClock:
             try:
                 yield
             finally:
-                self._seconds[name] = time.perf_counter() - started
+                self._seconds[name] = self._seconds.get(name, 0.0) + time.perf_counter() - started
                 if self.version is not None:
                     traced.update(weight_version=self.version)
 

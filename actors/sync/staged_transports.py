@@ -12,6 +12,9 @@ only what has passed. When all is staged, ``verify`` checks the rest, which is a
 
 **Gloo**, for engines on other hosts. Each sender broadcasts its part to one process of every engine, which receives from
 all at one time into its own shared-memory segment. From there on both are the same: verify everywhere, then load.
+With ``changed_only`` a sender keeps a copy of what it sent, and an engine's segment holds what it received. If the push
+before came from the same ranks in the same pieces, and all engines hold and have verified it, ranks send patches of it.
+Digests are of whole pieces after the patch. In all other cases everything is sent.
 """
 
 from __future__ import annotations
@@ -20,10 +23,11 @@ import uuid
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import Executor
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import chain
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import ray
 import torch
@@ -49,8 +53,12 @@ from rl_backend.contracts import (
     WeightSyncError,
     dtype_from_name,
 )
-from rl_backend.weights.inspection import tensor_digest
+from rl_backend.weights.changes import make_patch
+from rl_backend.weights.inspection import block_threads, tensor_digest
 from rl_backend.weights.staging import as_announced, plan_layout, require_covered, write_tensors
+
+type SendMode = Literal["all", "keep", "patch"]
+"""What a rank sends over gloo: all; all, of which it keeps copies; or patches of its copies."""
 
 type TransportName = Literal["auto", "shared_memory", "gloo", "nccl", "cuda_ipc"]
 
@@ -115,14 +123,16 @@ class Staged:
     """Weights that wait in shared memory.
 
     Attributes:
-        key: under which engines have checked parts of them already; empty without.
+        key: of the push; engines have checked parts of it under this key, or hold it.
         sent: bytes that each rank has sent.
+        changed: elements that were sent as changed; None where all were sent.
     """
 
     manifest: WeightManifest
     segments: Mapping[int, Segment]
     key: str = ""
     sent: tuple[int, ...] = ()
+    changed: int | None = None
 
 
 class Transport(ABC):
@@ -336,14 +346,19 @@ def drop_segment(context: SourceContext, key: str) -> None:
 
 
 class GlooTransport(StagedTransport):
-    """By gloo broadcasts. Every engine's host needs room for all weights in /dev/shm."""
+    """By gloo broadcasts. Every engine's host needs room for all weights in /dev/shm; with ``changed_only`` ranks keep in
+    their memory what they send.
+    """
 
     name = "gloo"
 
-    def __init__(self) -> None:
+    def __init__(self, *, changed_only: bool = False) -> None:
+        self._changed_only = changed_only
         self._members: dict[int, int] = {}
         self._source: SourceRanks | None = None
         self._key = ""
+        # The push that ranks have copies of: its key, tensors and rectangles.
+        self._push: tuple[str, tuple[TensorInfo, ...], tuple[TensorPart, ...]] | None = None
 
     def problem(self, plan: PushPlan, rollout: EngineSet) -> str:
         # Every host that Ray reaches can be reached.
@@ -355,9 +370,11 @@ class GlooTransport(StagedTransport):
         segments = rollout.call("make_segment", plan_layout(plan.infos)[1])
         raise_failures(segments)
         self._connect(plan, train, rollout)
-        receiving = rollout.start_call("receive", plan.key, plan.staged())
+        mode = self._mode(plan, rollout)
+        self._push = None
+        receiving = rollout.start_call("receive", plan.key, plan.staged(), mode == "patch")
         try:
-            sent = train.run_on_ranks(broadcast_weights, plan)
+            sent = train.run_on_ranks(broadcast_weights, plan, mode)
         except BaseException:
             # Without the sender's connections, engines that still wait for weights stop.
             self._members = {}
@@ -370,7 +387,20 @@ class GlooTransport(StagedTransport):
             self._members = {}
         raise_failures(received)
         raise_failures(dict(enumerate(sent)))
-        return staged_of_ranks(plan, sent, segments)
+        pieces, nbytes, changed = zip(*sent, strict=True)
+        staged = staged_of_ranks(plan, pieces, segments, uuid.uuid4().hex)
+        if self._changed_only:
+            self._push = staged.key, plan.infos, plan.parts
+        return replace(staged, sent=nbytes, changed=sum(changed) if mode == "patch" else None)
+
+    def _mode(self, plan: PushPlan, rollout: EngineSet) -> SendMode:
+        if not self._changed_only:
+            return "all"
+        if self._push is None or self._push[1:] != (plan.infos, plan.parts):
+            return "keep"
+        held = rollout.call("held_push")
+        raise_failures(held)
+        return "patch" if set(held.values()) == {self._push[0]} else "keep"
 
     def close(self, train: SourceRanks, rollout: EngineSet) -> None:
         if self._key:
@@ -385,6 +415,7 @@ class GlooTransport(StagedTransport):
         members = {engine: rollout.infos[engine].pid for engine in rollout.engines}
         if members == self._members and train == self._source:
             return
+        self._push = None
         nodes = [rollout.infos[engine].node_ip for engine in members]
         listening = train.run_on_ranks(listen, plan.key, plan.senders, nodes)
         addresses = {rank: address for rank, address in enumerate(listening) if address is not None}
@@ -396,6 +427,37 @@ class GlooTransport(StagedTransport):
         self._members, self._source = members, train
 
 
+class Sent(NamedTuple):
+    """What a rank has sent: its pieces with their digests, bytes, and elements that were sent as changed."""
+
+    pieces: Sequence[TensorInfo] = ()
+    nbytes: int = 0
+    changed: int = 0
+
+
+@dataclass
+class _Connection:
+    """A sender's way to the engines and, where pushes send what changed, copies of what they have from it, by its pieces."""
+
+    point: RendezvousPoint
+    address: GlooAddress
+    group: GlooGroup | None = None
+    copies: dict[TensorInfo, Tensor] = field(default_factory=dict)
+
+    def send(self, info: TensorInfo, tensor: Tensor, mode: SendMode, pool: Executor | None) -> tuple[int, int]:
+        """Sends a host tensor, or a patch of its copy; returns bytes and the number of changed elements."""
+        assert self.group is not None, "connect() comes before"
+        if mode == "patch":
+            patch = make_patch(self.copies[info], tensor, pool)
+            self.group.broadcast(patch.table)
+            self.group.broadcast(patch.payload)
+            return patch.nbytes, patch.changed
+        if mode == "keep":
+            self.copies[info] = tensor.clone()
+        self.group.broadcast(tensor)
+        return tensor.nbytes, 0
+
+
 def listen(context: SourceContext, key: str, senders: Sequence[int], nodes: Sequence[str]) -> GlooAddress | None:
     """Where engines on ``nodes`` meet this rank, if it is a sender."""
     if context.rank not in senders:
@@ -403,16 +465,16 @@ def listen(context: SourceContext, key: str, senders: Sequence[int], nodes: Sequ
     disconnect(context, key)
     point = RendezvousPoint(rendezvous_address([node_address(), *nodes]), GLOO_TIMEOUT)
     address = GlooAddress(point.rendezvous, 1 + len(nodes))
-    context.state[key] = (point, address)
+    context.state[key] = _Connection(point, address)
     return address
 
 
 def connect(context: SourceContext, key: str) -> RLBackendError | None:
     if key not in context.state:
         return None
-    point, address = context.state[key]
+    connection: _Connection = context.state[key]
     try:
-        context.state[key] = (point, GlooGroup(address, 0))
+        connection.group = GlooGroup(connection.address, 0)
     except RuntimeError as error:
         return WeightSyncError(
             f"transport='gloo': an engine did not join rank {context.rank} in {GLOO_TIMEOUT.total_seconds():g} s: {error}"
@@ -420,34 +482,38 @@ def connect(context: SourceContext, key: str) -> RLBackendError | None:
     return None
 
 
-def broadcast_weights(context: SourceContext, plan: PushPlan) -> Sequence[TensorInfo] | RLBackendError:
-    """Runs on every rank, a collective: sends what the rank sends, and returns it with its digests."""
+def broadcast_weights(context: SourceContext, plan: PushPlan, mode: SendMode = "all") -> Sent | RLBackendError:
+    """Runs on every rank, a collective: sends what the rank sends, or patches of it; returns it with its digests."""
     pieces, weights = own_pieces(context, plan)
     if not pieces:
-        return ()
-    _, group = context.state[plan.key]
+        return Sent()
+    connection: _Connection = context.state[plan.key]
+    if mode == "keep":
+        connection.copies.clear()
     sent: list[TensorInfo] = []
+    nbytes = changed = 0
     failure: Exception | None = None
-    with torch.no_grad():
+    with torch.no_grad(), block_threads(torch.get_num_threads()) as pool:
         # After a failed broadcast the export still runs to its end: the other ranks are in its collectives.
         for info, tensor in as_announced(pieces, weights):
             if failure is None:
                 host_tensor = tensor.detach().to("cpu").contiguous()
                 sent.append(info.replace(digest=tensor_digest(host_tensor, by_rows=info.by_rows)))
                 try:
-                    group.broadcast(host_tensor)
+                    of_tensor = connection.send(info, host_tensor, mode, pool)
+                    nbytes, changed = nbytes + of_tensor[0], changed + of_tensor[1]
                 except RuntimeError as error:
                     failure = error
     if failure is not None:
         disconnect(context, plan.key)
         return WeightSyncError(f"transport='gloo': the broadcast of rank {context.rank} to the engines failed: {failure}")
-    return tuple(sent)
+    return Sent(tuple(sent), nbytes, changed)
 
 
 def disconnect(context: SourceContext, key: str) -> None:
     if key not in context.state:
         return
-    point, group = context.state.pop(key)
-    point.close()
-    if isinstance(group, GlooGroup):
-        group.close()
+    connection: _Connection = context.state.pop(key)
+    connection.point.close()
+    if connection.group is not None:
+        connection.group.close()

@@ -1,7 +1,5 @@
 """Losses by their importable names, and how a loss is sent to the ranks once."""
 
-from __future__ import annotations
-
 import importlib
 import inspect
 from collections import OrderedDict

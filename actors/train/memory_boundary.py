@@ -4,8 +4,6 @@ Each rank copies its part to memory that a holder, a process of its node, keeps 
 holder there copies it from that. Of each model there are two: one is written while the other one is whole.
 """
 
-from __future__ import annotations
-
 import math
 import os
 import time
@@ -23,6 +21,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from torch import Tensor
 
 from actors.cluster.placement import living_nodes
+from actors.cluster.processes import Process
 from actors.cluster.ray_watch import ray_is_usable
 from actors.train.context import HandleRef, RankContext, RankFunction
 from actors.train.kept import Ranks
@@ -34,8 +33,8 @@ from rl_backend.contracts import GroupFailedError
 from rl_backend.lab.doctor.machine import read_memory
 
 _PING_SECONDS = 5.0
-# After so long without an answer holders are asked whether they live.
-_PATIENCE_SECONDS = 60.0
+# After so long without an answer holders are asked whether they live, and sooner where one of this host is stopped.
+_PATIENCE_SECONDS, _STOPPED_SECONDS = 60.0, 3.0
 _MOST_DEATHS = 2
 _SEGMENTS = "memory_boundary"
 _OLDER = "a recovery runs again what came since the last state that is"
@@ -140,7 +139,8 @@ class MemoryBoundaries:
             left = max(deadline - time.monotonic(), 0.0)
             _, waiting = ray.wait(list(asked.refs), num_returns=len(asked.refs), timeout=left)
             if waiting:
-                if time.monotonic() - asked.since > _PATIENCE_SECONDS:
+                waited = time.monotonic() - asked.since
+                if waited > _PATIENCE_SECONDS or (waited > _STOPPED_SECONDS and self._is_stopped()):
                     self._replace_holders(infos, hung=True)
                 continue
             del self._asked[key]
@@ -218,6 +218,13 @@ class MemoryBoundaries:
         if lost:
             self.place(infos)
         return lost
+
+    def _is_stopped(self) -> bool:
+        """Whether the holder of this host is: what a look at its process shows."""
+        holder = self._holders.get(ray.get_runtime_context().get_node_id())
+        with suppress(RayError):
+            return holder is not None and Process(*ray.get(self._processes[id(holder)], timeout=_PING_SECONDS)).is_stopped
+        return False
 
     def _end_stopped(self, node_id: str, holder: Any) -> None:
         with suppress(RayError):

@@ -1,7 +1,5 @@
 """A model of a run: a handle with its group, and the operations that a loop starts and waits for later."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field

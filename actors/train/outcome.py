@@ -1,7 +1,5 @@
 """Answers of a rank, and its errors on their way to the driver."""
 
-from __future__ import annotations
-
 import resource
 import traceback
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Passes of a training group: sequences spread over its ranks, run there, and the results merged."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, Self
@@ -161,10 +159,7 @@ def _shared_plan(
 ) -> MicroBatchPlan | None:
     if not handle.shares_prefixes:
         return None
-    compared = (compared_tokens(row.input_ids, row.token_fields, replays=replays) for row in rows)
-    tokens = [each for each in compared if each is not None]
-    if len(tokens) < len(rows):
-        return None
+    tokens = [compared_tokens(row.input_ids, row.token_fields, replays=replays) for row in rows]
     return plan_shared(tokens, handle.data_parallel_size, max_tokens, multiple_of=handle.micro_batch_multiple)
 
 

@@ -1,7 +1,5 @@
 """Signs of life of a group's ranks, and the end of those that show none."""
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Sequence

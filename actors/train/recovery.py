@@ -1,7 +1,5 @@
 """Recovery of a training group: other ranks in the place of those that died, with the same models in the same state."""
 
-from __future__ import annotations
-
 import logging
 import threading
 import time

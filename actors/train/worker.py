@@ -1,7 +1,5 @@
 """The Ray actor of one training rank: the operations that it runs, and what it reports of them."""
 
-from __future__ import annotations
-
 import os
 import time
 from collections.abc import Iterator, Mapping

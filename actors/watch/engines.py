@@ -1,7 +1,5 @@
 """What becomes of a run's engines: a line for each that is lost or replaced, and metrics of the step."""
 
-from __future__ import annotations
-
 import threading
 from collections import Counter
 from typing import Self

@@ -1,14 +1,12 @@
 """Health of a run: warnings in words when its metrics show that it learns nothing, or are beyond a limit of sense."""
 
-from __future__ import annotations
-
 import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from actors.options.health import HealthLimits
+from actors.options.config import HealthLimits
 
 STEPS = 5
 """Steps in a row that something must have lasted before it is warned of."""

@@ -1,7 +1,5 @@
 """Metrics of each step: seconds of its phases, and the writers of them all, such as TensorBoard's."""
 
-from __future__ import annotations
-
 import importlib
 import os
 import time

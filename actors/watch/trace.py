@@ -1,7 +1,5 @@
 """One trace of a whole run: the driver, every training rank and every engine on one clock, in one Chrome trace file."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

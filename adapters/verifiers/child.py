@@ -6,8 +6,6 @@ It imports verifiers and the standard library alone. Messages are JSON: the sett
 "task": index, "token": ...}`` and ``{"cancel": number}``, answered in any order, and ``{"end": true}``.
 """
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import json

@@ -1,7 +1,5 @@
 """Plays environments of verifiers: a process of theirs, an endpoint of ours, and the record on our side."""
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import secrets
@@ -227,7 +225,10 @@ class VerifiersPlayer:
             problem = f"expected the number of a task of the environment, 0 to {len(child.tasks) - 1}"
             raise ConfigError.of("task", task, problem)
         number = next(self._numbers)
-        answer = self._waiting[number] = Future()
+        answer: Future[dict[str, Any]] = Future()
+        # From here on a cancellation cannot make set_result fail, which would end the thread that all episodes wait for.
+        answer.set_running_or_notify_cancel()
+        self._waiting[number] = answer
         with self._endpoint.session(sampler) as (token, session):
             try:
                 child.send({"play": number, "task": task, "token": token})

@@ -1,7 +1,5 @@
 """The process that has verifiers: its settings, and the thread that listens to it."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -112,7 +112,6 @@ def _cut_by_computed(
         return None
     input_ids, fields = data["input_ids"], {} if routes is None else routes.of(data)[0]
     tokens = compared_tokens(input_ids.values().to(torch.int64), fields, replays=routes is not None)
-    assert tokens is not None, "verl records no keys"
     sequences = tokens.cpu().split(input_ids.offsets().diff().tolist())
     while True:
         found = _fewest(sequences, tu.get(data, "max_token_len_per_gpu"), multiple)

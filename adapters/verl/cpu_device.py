@@ -1,7 +1,5 @@
 """verl's platform for a CPU. Importing this module imports verl."""
 
-from __future__ import annotations
-
 import os
 import resource
 from contextlib import AbstractContextManager, nullcontext

@@ -1,7 +1,5 @@
 """verl on a machine without an accelerator, which ``VERL_PLATFORM=cpu`` asks for: its platform, and changes to vLLM."""
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Callable, Iterable

@@ -3,8 +3,6 @@
 Importing this module, as Hydra and unpickling do, registers the engines.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import importlib
 import logging

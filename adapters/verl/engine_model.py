@@ -1,7 +1,5 @@
 """The model of an engine: one that is trained itself, or a frozen one and the LoRA tenant that is trained instead."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager

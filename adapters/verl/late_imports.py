@@ -1,7 +1,5 @@
 """Changes to other packages: when a module is imported, and once for each function."""
 
-from __future__ import annotations
-
 import functools
 import sys
 from collections.abc import Callable, Sequence

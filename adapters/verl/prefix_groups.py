@@ -1,7 +1,5 @@
 """verl's ``actor.use_prefix_grouper``: the role's engine is told of it, and verl's default trainer keeps groups together."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any

@@ -1,7 +1,5 @@
 """Registration of the engine that verl builds for ``strategy=megatron``: ours or its own."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from types import ModuleType

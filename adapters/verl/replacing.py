@@ -1,7 +1,5 @@
 """Replacing a directory: whenever a process is killed, the old or the new one is found."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Generator
 from contextlib import contextmanager, suppress

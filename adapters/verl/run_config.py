@@ -1,7 +1,5 @@
 """Checks of a whole ``main_ppo`` configuration, made where verl reads it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any

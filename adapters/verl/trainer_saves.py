@@ -1,7 +1,5 @@
 """``async_save`` in verl's trainers: one record of a step for all its saves, none of them unfinished when training ends."""
 
-from __future__ import annotations
-
 import functools
 import os
 from collections.abc import Callable, Iterator

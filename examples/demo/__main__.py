@@ -1,7 +1,5 @@
 """RL from nothing, in a few minutes on a laptop CPU: ``make demo`` or ``python -m examples.demo``."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import time

@@ -4,8 +4,6 @@ The supervised warm start learns from careless demonstrations, most of which for
 answers alone. So the policy starts with a bad habit that only the rewards can mend.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import random

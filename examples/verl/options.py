@@ -1,7 +1,5 @@
 """Options that the scripts share, and verl's overrides for an engine and for a machine."""
 
-from __future__ import annotations
-
 import os
 import shlex
 import subprocess

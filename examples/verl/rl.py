@@ -7,8 +7,6 @@
 The command that it runs is printed, to be copied.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 

@@ -6,8 +6,6 @@
 The command that it runs is printed, to be copied; for several nodes start torchrun on each with its overrides.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from pydantic import Field

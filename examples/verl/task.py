@@ -3,8 +3,6 @@
 python -m examples.verl.task DIR
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Iterable, Iterator

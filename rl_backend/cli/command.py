@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import signal
 from collections.abc import Generator, Iterable
 from contextlib import contextmanager
@@ -74,6 +75,14 @@ def in_flags(error: RLBackendError, *owners: str) -> str:
 
 def flag(field: str) -> str:
     return _RENAMED.get(field, field.removeprefix("num_").replace("_", "-"))
+
+
+def positive(text: str) -> float:
+    """A type of argparse, as ``json_object`` is."""
+    number = float(text)
+    if not (number > 0 and math.isfinite(number)):
+        raise argparse.ArgumentTypeError(f"{text} must be above 0 and finite")
+    return number
 
 
 def json_object(text: str) -> dict[str, Any]:

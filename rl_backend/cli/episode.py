@@ -1,7 +1,5 @@
 """``rl-backend episode``: an episode that the model plays before training."""
 
-from __future__ import annotations
-
 import argparse
 
 

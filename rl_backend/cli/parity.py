@@ -2,7 +2,6 @@
 
 import argparse
 import json
-import math
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -77,14 +76,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     more = parser.add_argument_group("the run")
     command.add_fields(more, ParityConfig, RUN)
     factor = "multiplies all tolerances but that of the loaded weights (default 1)"
-    more.add_argument("--tolerance-factor", type=float, default=1.0, metavar="X", help=factor)
+    # With NaN every difference would be within its tolerance.
+    more.add_argument("--tolerance-factor", type=command.positive, default=1.0, metavar="X", help=factor)
     command.add_plugins(more)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    # With NaN every difference would be within its tolerance.
-    if not (arguments.tolerance_factor > 0 and math.isfinite(arguments.tolerance_factor)):
-        raise CommandError(f"--tolerance-factor {arguments.tolerance_factor}: must be above 0 and finite")
     to_file = arguments.json not in (None, STANDARD_OUTPUT)
     if to_file:
         command.check_output("json", arguments.json)

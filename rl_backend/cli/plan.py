@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from rl_backend.cli.command import add_fields, add_plugins, given, in_flags, json_object
+from rl_backend.cli.command import add_fields, add_plugins, given, in_flags, json_object, positive
 from rl_backend.contracts import BatchError, ConfigError, NativeConfig, ParallelConfig, RuntimeConfig
 from rl_backend.contracts.atoms import PARTS
 from rl_backend.contracts.lora import LoRAConfig
@@ -36,9 +36,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--model", type=Path, required=True, metavar="PATH", help="Hugging Face directory, or its config.json; no weights")
     add("--backend", choices=("native", "bridge"), default="native", help="default native")
     add("--ranks", type=int, required=True, metavar="N", help="of the whole job, one device each")
-    add("--device-gib", type=float, metavar="X", help="memory of a device: does it fit, or what does?")
+    add("--device-gib", type=positive, metavar="X", help="memory of a device: does it fit, or what does?")
     links = "GiB/s of links: says what a rank sends in a weight sync over gloo, and for how long; 11.6 is 100 Gbit/s"
-    add("--sync", type=float, nargs="+", default=(), metavar="X", help=links)
+    add("--sync", type=positive, nargs="+", default=(), metavar="X", help=links)
     add("--json", action="store_true", help="print bytes per rank and phase as JSON instead of text")
     add_fields(parser.add_argument_group("layout", "The rest of the ranks is data parallel."), ParallelConfig, SIZES)
     runtime = parser.add_argument_group("the runtime")
@@ -59,10 +59,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     if arguments.ranks < 1:
         raise CommandError(f"--ranks {arguments.ranks}: must be at least 1")
-    if not all(gib > 0 for gib in arguments.sync):
-        raise CommandError(f"--sync {' '.join(map(str, arguments.sync))}: must be above 0")
-    if arguments.device_gib is not None and not arguments.device_gib > 0:
-        raise CommandError(f"--device-gib {arguments.device_gib}: must be above 0")
     device_bytes = None if arguments.device_gib is None else int(arguments.device_gib * GIB)
     try:
         if arguments.param_dtype == "auto":

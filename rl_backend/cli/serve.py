@@ -1,7 +1,5 @@
 """``rl-backend serve``: models that others train and sample over HTTP, with Tinker's SDK or OpenAI's."""
 
-from __future__ import annotations
-
 import argparse
 from pathlib import Path
 

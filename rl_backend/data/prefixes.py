@@ -5,6 +5,7 @@ from itertools import pairwise
 from typing import NamedTuple, Self
 
 import torch
+import xxhash
 from torch import Tensor
 
 from rl_backend.contracts import PackedBatch
@@ -23,16 +24,11 @@ KEYS_OF_A_TOKEN = 8
 def shared_prefixes(batch: PackedBatch, *, replays: bool, owners: Sequence[int] = ()) -> PrefixTree | None:
     """The tree of a micro-batch; None where no sequences begin with the same :data:`SHORTEST_RUN` tokens.
 
-    With recorded keys nothing is shared.
-
     Args:
         replays: routes are replayed, and tokens with other routes are other tokens.
         owners: of each sequence; those of another share nothing. Empty where all may.
     """
-    tokens = compared_tokens(batch.input_ids, batch.token_fields, replays=replays)
-    if tokens is None:
-        return None
-    tokens = tokens.cpu()
+    tokens = compared_tokens(batch.input_ids, batch.token_fields, replays=replays).cpu()
     if owners:
         owner = torch.tensor(owners).repeat_interleave(batch.seq_lens)
         tokens = torch.cat((owner[:, None], tokens.view(len(owner), -1)), dim=1)
@@ -40,16 +36,23 @@ def shared_prefixes(batch: PackedBatch, *, replays: bool, owners: Sequence[int] 
     return tree if tree.shares else None
 
 
-def compared_tokens(input_ids: Tensor, token_fields: Mapping[str, Tensor], *, replays: bool) -> Tensor | None:
-    """(T,) int64 or (T, C) uint8: what a model computes with at each token; None where that is too much to compare."""
+def compared_tokens(input_ids: Tensor, token_fields: Mapping[str, Tensor], *, replays: bool) -> Tensor:
+    """(T,) int64 or (T, C) uint8: what a model computes with at each token."""
+    names = (ROUTES, ROUTES_MASK) if replays and ROUTES in token_fields else ()
+    fields = [token_fields[name] for name in names if name in token_fields]
     if KEYS in token_fields:
-        return None
-    if not replays or ROUTES not in token_fields:
+        fields.append(_digests(token_fields[KEYS]).to(input_ids.device))
+    if not fields:
         return input_ids
-    fields = [token_fields[name] for name in (ROUTES, ROUTES_MASK) if name in token_fields]
     rows = [field.reshape(len(input_ids), -1).contiguous() for field in (input_ids, *fields)]
     # Their bytes: a driver has those of a whole batch, and routes as int64 would be eight times as many.
     return torch.cat([field.view(torch.uint8) for field in rows], dim=1)
+
+
+def _digests(keys: Tensor) -> Tensor:
+    """(T, 16) uint8, xxh3-128 of each token's recorded keys, which are thousands in every layer."""
+    rows = keys.cpu().reshape(len(keys), -1).contiguous().view(torch.uint8).numpy()
+    return torch.frombuffer(bytearray(b"".join(map(xxhash.xxh3_128_digest, rows))), dtype=torch.uint8).view(-1, 16)
 
 
 def grow(sequences: Sequence[Tensor]) -> PrefixTree:

@@ -1,7 +1,5 @@
 """Groups of episodes of the same task, played at once, and the handling of failed episodes."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import nullcontext

@@ -1,7 +1,5 @@
 """Plays one episode to its end, whatever its player does, and the event loops that episodes run in."""
 
-from __future__ import annotations
-
 import asyncio
 import math
 import time

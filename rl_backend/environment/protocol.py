@@ -5,8 +5,6 @@ There are two levels. A :class:`Player` drives a :class:`Sampler` of tokens itse
 record of ids, from which the segments that are trained on are made, so nobody else handles masks.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """A reward function as an environment: the answer is scored, after as many calls of tools as the model makes before it."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal

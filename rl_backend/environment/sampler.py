@@ -1,7 +1,5 @@
 """The sampler of one episode: checks what is asked of the engines, enforces limits, keeps the record."""
 
-from __future__ import annotations
-
 import struct
 import time
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """Parsers of tool calls in what a model wrote: every attempt is kept, readable or not."""
 
-from __future__ import annotations
-
 import ast
 import json
 import re

@@ -1,7 +1,5 @@
 """Tools: functions that a model may call, with schemas from their signatures, run in processes or threads."""
 
-from __future__ import annotations
-
 import asyncio
 import inspect
 import json

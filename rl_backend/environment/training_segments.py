@@ -1,7 +1,5 @@
 """Training segments of an episode: every id that was prompt or was sampled, recorded as it was."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 

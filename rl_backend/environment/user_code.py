@@ -3,8 +3,6 @@
 A watchdog names code that blocks the event loop of episodes, where no limit of time can end it.
 """
 
-from __future__ import annotations
-
 import asyncio
 import inspect
 import logging

@@ -1,7 +1,5 @@
 """A command line made from a configuration: a flag for each value, and files of options."""
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """Flags of a configuration with their help, and the flag that was meant."""
 
-from __future__ import annotations
-
 import argparse
 import shlex
 import textwrap

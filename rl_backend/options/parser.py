@@ -1,7 +1,5 @@
 """argparse that raises one sentence, and names the flag that was meant. Needs no torch."""
 
-from __future__ import annotations
-
 import argparse
 import re
 from collections.abc import Callable, Iterable

@@ -27,8 +27,7 @@ class Offload:
 
     A part is moved by emptying and refilling the storages of its tensors: every view and alias (FSDP's shards, Megatron's
     buffers, the optimizer's references) stays valid, nothing is rebuilt, and results are bit-identical. On a CPU it works
-    the
-    same way and saves no memory.
+    the same way and saves no memory.
     """
 
     handle_name: str

@@ -1,7 +1,5 @@
 """Records spans of time of this process in a ring buffer, until they are taken."""
 
-from __future__ import annotations
-
 import threading
 import time
 from collections import deque

@@ -4,7 +4,7 @@ import ctypes
 from collections.abc import Callable, Iterable
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -86,6 +86,11 @@ class RunningDigest:
     def __str__(self) -> str:
         """16 hexadecimal digits."""
         return str(self._hash.hexdigest())
+
+
+def bits_of(tensor: Tensor) -> Any:
+    """The elements of a contiguous CPU tensor, as (N,) unsigned numbers in its own memory: it must be kept as long."""
+    return np.frombuffer(_bytes_at(tensor.data_ptr(), tensor.nbytes), f"u{tensor.itemsize}")
 
 
 def _bytes_at(address: int, length: int) -> ctypes.Array[ctypes.c_char]:

@@ -16,13 +16,19 @@ from transformers import AutoModelForCausalLM
 
 from rl_backend.contracts import RLBackendError
 from tests.support.critic import transformers_values, write_critic
+from tests.support.matrix import sampled
 from tests.support.models import write_tiny
 from tests.support.native import assert_near
 from tests.support.rank_pool import RankPool
 from tests.support.verl_batches import make_batch, ppo, rows, transformers_gradients, transformers_outputs
 from tests.support.verl_engine import open_engine
 
-BACKENDS = ["native", "bridge"]
+ENGINES: Mapping[str, Mapping[str, Any]] = {
+    "native": {},
+    "native, groups": {"grouped": True},
+    "bridge": {"backend": "bridge"},
+}
+"""Options of ``open_engine``."""
 IMPORT_SECONDS = 300.0
 
 CUTS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -51,11 +57,11 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tiny("qwen3", tmp_path_factory.mktemp("verl") / "model")
 
 
-def inference_job(model: str, critic: str, backend: str) -> Inference:
+def inference_job(model: str, critic: str, options: Mapping[str, Any]) -> Inference:
     found = rows()
     temperatures = torch.stack([row["temperature"] for row in found])
     cut = {"use_dynamic_bsz": True, "max_token_len_per_gpu": 34}
-    with open_engine(model, backend=backend, forward_only=True) as engine, engine.eval_mode():
+    with open_engine(model, forward_only=True, **options) as engine, engine.eval_mode():
         batch = make_batch(found, "response", **cut, calculate_entropy=True)
         batch["temperature"] = temperatures
         output = engine.infer_batch(batch)
@@ -64,20 +70,21 @@ def inference_job(model: str, critic: str, backend: str) -> Inference:
         weights, peft_config = engine.get_per_tensor_param(layered_summon=True, base_sync_done=True)
         assert peft_config is None
         exported = {name: tensor.clone() for name, tensor in weights}
-    with open_engine(critic, backend=backend, head="value_model", forward_only=True) as engine, engine.eval_mode():
+    with open_engine(critic, head="value_model", forward_only=True, **options) as engine, engine.eval_mode():
         output = engine.infer_batch(make_batch(found, "dense", **cut))
     return Inference(**outputs, values=list(output["model_output"]["values"].unbind()), exported=exported)
 
 
 @pytest.mark.shows(
-    "verl: both backends give transformers' log-probs and values to 1e-5 per token, and equal exported weights"
+    "verl: both backends, and use_prefix_grouper, give transformers' log-probs and values to 1e-5 per token, and equal "
+    "exported weights"
 )
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("engine", sampled(ENGINES, "native", "bridge"))
 def test_an_engine_gives_transformers_log_probs_and_values_and_exports_its_weights(
-    ranks: RankPool, model: Path, tmp_path: Path, backend: str
+    ranks: RankPool, model: Path, tmp_path: Path, engine: str
 ) -> None:
     critic = write_critic(tmp_path / "critic", model)
-    (found,) = ranks.run(inference_job, str(model), str(critic), backend, world_size=1, timeout=IMPORT_SECONDS)
+    (found,) = ranks.run(inference_job, str(model), str(critic), ENGINES[engine], world_size=1, timeout=IMPORT_SECONDS)
     sequences = rows()
     reference = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
     with torch.no_grad():
@@ -94,14 +101,22 @@ def test_an_engine_gives_transformers_log_probs_and_values_and_exports_its_weigh
         assert torch.equal(tensor, stored[name]), name
 
 
-def gradients_job(model: str, backend: str) -> dict[str, tuple[float, dict[str, Any], dict[str, Tensor]]]:
-    """Loss, metrics and gradients of verl's losses, for every way to cut the batch."""
+def computed(output: Mapping[str, Any]) -> float:
+    """Tokens, for one of the batch."""
+    (found,) = output["metrics"].get("shared_prefixes/computed_fraction", (1.0,))
+    return float(found)
+
+
+def gradients_job(
+    model: str, options: Mapping[str, Any]
+) -> dict[str, tuple[float, dict[str, Any], dict[str, Tensor], float]]:
+    """Loss, metrics and gradients of verl's losses, and what is computed, for every way to cut the batch."""
     from verl.utils.metric import Metric
     from verl.workers.utils.losses import sft_loss
 
     found = rows()
     results = {}
-    with open_engine(model, backend=backend) as engine:
+    with open_engine(model, **options) as engine:
         for name, (layout, cut) in {
             **CUTS,
             "sft": ("full", {"use_dynamic_bsz": True, "max_token_len_per_gpu": 34}),
@@ -115,51 +130,55 @@ def gradients_job(model: str, backend: str) -> dict[str, tuple[float, dict[str, 
             metrics = {
                 key: float(value.aggregate()) for key, value in output["metrics"].items() if isinstance(value, Metric)
             }
-            results[name] = sum(output["loss"]), metrics, gradients
+            results[name] = sum(output["loss"]), metrics, gradients, computed(output)
     return results
 
 
-def value_gradients_job(critic: str, backend: str) -> list[tuple[float, dict[str, Tensor]]]:
-    """Loss and gradients of verl's value loss, for every way to cut the batch."""
+def value_gradients_job(critic: str, options: Mapping[str, Any]) -> list[tuple[float, dict[str, Tensor], float]]:
+    """Loss and gradients of verl's value loss, and what is computed, for every way to cut the batch."""
     from verl.workers.config import CriticConfig
     from verl.workers.utils.losses import value_loss
 
     results = []
     config = CriticConfig(strategy="megatron", ppo_micro_batch_size_per_gpu=1, ppo_max_token_len_per_gpu=64)
-    with open_engine(critic, backend=backend, head="value_model") as engine:
+    with open_engine(critic, head="value_model", **options) as engine:
         for layout, cut in CUTS.values():
             with engine.train_mode():
                 output = engine.forward_backward_batch(make_batch(rows(), layout, **cut), partial(value_loss, config=config))
                 gradients = {name: value.clone() for name, value in engine._runtime.export_gradients(engine.handle)}
-            results.append((sum(output["loss"]), gradients))
+            results.append((sum(output["loss"]), gradients, computed(output)))
     return results
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("engine", sampled(ENGINES, "native", "bridge"))
 def test_gradients_of_verls_value_loss_do_not_depend_on_how_a_batch_is_cut(
-    ranks: RankPool, model: Path, tmp_path: Path, backend: str
+    ranks: RankPool, model: Path, tmp_path: Path, engine: str
 ) -> None:
     critic = write_critic(tmp_path / "critic", model)
-    ((first, *others),) = ranks.run(value_gradients_job, str(critic), backend, world_size=1, timeout=IMPORT_SECONDS)
+    ((first, *others),) = ranks.run(value_gradients_job, str(critic), ENGINES[engine], world_size=1, timeout=IMPORT_SECONDS)
     assert first[1]["score.weight"].norm() > 0.1
-    for loss, gradients in others:
+    assert (first[2] < 0.9) == ("grouped" in ENGINES[engine])
+    for loss, gradients, _ in others:
         assert loss == pytest.approx(first[0], rel=1e-5)
         assert_near(gradients, first[1])
 
 
-@pytest.mark.shows("verl: verl's PPO and SFT losses give transformers' gradients however a batch is cut")
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_gradients_of_verls_losses_do_not_depend_on_how_a_batch_is_cut(ranks: RankPool, model: Path, backend: str) -> None:
+@pytest.mark.shows(
+    "verl: verl's PPO and SFT losses give transformers' gradients however a batch is cut, by use_prefix_grouper too"
+)
+@pytest.mark.parametrize("engine", ENGINES)
+def test_gradients_of_verls_losses_do_not_depend_on_how_a_batch_is_cut(ranks: RankPool, model: Path, engine: str) -> None:
     from verl.workers.utils.losses import sft_loss
 
-    (results,) = ranks.run(gradients_job, str(model), backend, world_size=1, timeout=IMPORT_SECONDS)
+    (results,) = ranks.run(gradients_job, str(model), ENGINES[engine], world_size=1, timeout=IMPORT_SECONDS)
     expected: Mapping[str, tuple[float, dict[str, Tensor]]] = {
         "ppo": transformers_gradients(model, rows(), ppo(), "response"),
         "sft": transformers_gradients(model, rows(), partial(sft_loss, config=None), "full"),
     }
-    _, metrics, _ = results["one micro-batch"]
+    _, metrics, _, of_all = results["one micro-batch"]
+    assert (of_all < 0.9) == ("grouped" in ENGINES[engine]) and results["one sequence each"][-1] == 1
     assert {"actor/pg_loss", "actor/entropy_loss", "kl_loss"} < metrics.keys()
-    for name, (loss, found_metrics, gradients) in results.items():
+    for name, (loss, found_metrics, gradients, _) in results.items():
         expected_loss, expected_gradients = expected["sft" if name.startswith("sft") else "ppo"]
         assert loss == pytest.approx(expected_loss, rel=1e-5), name
         assert_near(gradients, expected_gradients)
@@ -168,7 +187,7 @@ def test_gradients_of_verls_losses_do_not_depend_on_how_a_batch_is_cut(ranks: Ra
             assert sums == pytest.approx({key: metrics[key] for key in sums}, rel=1e-4), name
 
 
-def refusal_job(model: str, backend: str) -> tuple[list[str], bool]:
+def refusal_job(model: str) -> tuple[list[str], bool]:
     """What this rank says to batches that only rank 1 cannot run, and whether it trains after them."""
     from verl.workers.utils.losses import sft_loss
 
@@ -180,7 +199,7 @@ def refusal_job(model: str, backend: str) -> tuple[list[str], bool]:
         {"calculate_sum_pi_squared": True},
     ]
     problems = []
-    with open_engine(model, backend=backend) as engine, engine.train_mode():
+    with open_engine(model) as engine, engine.train_mode():
         for facts in broken:
             cut = facts if dist.get_rank() == 1 else {"use_dynamic_bsz": True, "max_token_len_per_gpu": 40}
             with pytest.raises(RLBackendError) as raised:
@@ -191,7 +210,7 @@ def refusal_job(model: str, backend: str) -> tuple[list[str], bool]:
 
 
 def test_a_batch_that_one_rank_refuses_is_refused_on_all_and_the_next_one_runs(ranks: RankPool, model: Path) -> None:
-    (others, _), (mine, trains) = ranks.run(refusal_job, str(model), "native", timeout=IMPORT_SECONDS)
+    (others, _), (mine, trains) = ranks.run(refusal_job, str(model), timeout=IMPORT_SECONDS)
     assert others == ["1 of 2 data-parallel ranks refused their batches; nothing ran on any"] * 3
     for problem, part in zip(mine, ("does not hold the longest", "does not divide", "sum of squared"), strict=True):
         assert part in problem

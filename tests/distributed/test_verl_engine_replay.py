@@ -40,7 +40,7 @@ class Replay(NamedTuple):
     replayed_fraction: float
 
 
-def replay_job(model: str, backend: str) -> Replay:
+def replay_job(model: str, backend: str, grouped: bool) -> Replay:
     found = rows()
     found[3]["response_mask"].zero_()
 
@@ -56,7 +56,7 @@ def replay_job(model: str, backend: str) -> Replay:
         return {name: list(value.unbind()) for name, value in output.items()}
 
     flag = {"enable_routing_replay": True}
-    with open_engine(model, backend=backend, router_replay="R2") as engine:
+    with open_engine(model, backend=backend, router_replay="R2", grouped=grouped) as engine:
         recorded = infer(engine, None, BY_TOKENS, **flag)
         routes = recorded["routed_experts"]
         rotated = [((row.to(torch.int16) + 1) % 4).to(torch.int16) for row in routes]
@@ -68,7 +68,7 @@ def replay_job(model: str, backend: str) -> Replay:
             infer(engine, routes, {"micro_batch_size_per_gpu": 2}, **flag),
             infer(engine, rotated, BY_TOKENS, **flag),
         ]
-    with open_engine(model, backend=backend, router_replay="R3") as engine:
+    with open_engine(model, backend=backend, router_replay="R3", grouped=grouped) as engine:
         results.append(infer(engine, of_rollout, BY_TOKENS, **flag))
         with engine.train_mode():
             output = engine.train_batch(routed(of_rollout, BY_TOKENS, **flag), summed)
@@ -81,16 +81,22 @@ def summed(model_output: Any, data: Any, dp_group: Any) -> tuple[Tensor, dict[st
 
 @pytest.mark.shows("verl: both backends replay routes recorded in compute_log_prob (R2) or by a rollout (R3)")
 @pytest.mark.parametrize(
-    ("family", "backend"), [("qwen3_moe", "native"), ("qwen3_moe", "bridge"), ("qwen3_5_moe", "native")]
+    ("family", "backend", "grouped"),
+    [
+        pytest.param("qwen3_moe", "native", False, id="qwen3_moe-native"),
+        pytest.param("qwen3_moe", "native", True, id="qwen3_moe-groups", marks=pytest.mark.long),
+        pytest.param("qwen3_moe", "bridge", False, id="qwen3_moe-bridge"),
+        pytest.param("qwen3_5_moe", "native", False, id="qwen3_5_moe-native"),
+    ],
 )
 def test_routes_of_the_policy_and_of_a_rollout_are_replayed(
-    ranks: RankPool, tmp_path: Path, family: str, backend: str
+    ranks: RankPool, tmp_path: Path, family: str, backend: str, grouped: bool
 ) -> None:
     if family == "qwen3_5_moe":
         mixture = write_qwen3_5(tmp_path / "mixture", moe=True, released=True, num_experts=4)
     else:
         mixture = write_moe(family, tmp_path / "mixture", num_hidden_layers=2)
-    (found,) = ranks.run(replay_job, str(mixture), backend, world_size=1, timeout=IMPORT_SECONDS)
+    (found,) = ranks.run(replay_job, str(mixture), backend, grouped, world_size=1, timeout=IMPORT_SECONDS)
     for index, recorded in enumerate(found.recorded):
         torch.testing.assert_close(found.reference[index], recorded, rtol=0, atol=1e-5)
         torch.testing.assert_close(found.own[index], recorded, rtol=0, atol=1e-5)

@@ -35,6 +35,8 @@ LAYOUTS: dict[str, tuple[str, str, dict[str, int], dict[str, Any]]] = {
     "native pp": ("dense", "native", {"pp": 2}, {}),
     "native pp in the shape of a V": ("dense", "native", {"pp": 2, "vpp": 2}, ZBV),
     "native ep": ("mixture", "native", {"ep": 2}, {}),
+    "native dp, groups": ("dense", "native", {}, {"grouped": True}),
+    "native ep, groups": ("mixture", "native", {"ep": 2}, {"grouped": True}),
     "native tp and ep, with states": ("hybrid", "native", {"tp": 2, "ep": 2, "etp": 1}, {}),
     "native cp, with states": ("hybrid", "native", {"cp": 2}, {}),
     "bridge dp": ("dense", "bridge", {}, {}),
@@ -102,7 +104,7 @@ def on_one_rank(ranks: RankPool, models: Mapping[str, Path]) -> Mapping[str, Run
 
 
 @pytest.mark.shows("verl: SFT loss and gradient norm on 2 ranks (dp, tp, cp, pp or ep) match one rank's to 1e-5")
-@pytest.mark.parametrize("case", LAYOUTS)
+@pytest.mark.parametrize("case", sampled(LAYOUTS, *(case for case in LAYOUTS if "groups" not in case)))
 def test_sft_steps_in_every_layout_are_those_of_one_rank(
     ranks: RankPool, models: Mapping[str, Path], on_one_rank: Mapping[str, Run], case: str
 ) -> None:
@@ -121,13 +123,15 @@ def test_sft_steps_in_every_layout_are_those_of_one_rank(
     assert "V" not in case or sources == [0]
 
 
-def resume_job(model: str, backend: str, folder: str, offload: bool, then: str) -> tuple[list[Any], list[Any]]:
+def resume_job(
+    model: str, backend: str, folder: str, offload: bool, then: str, grouped: bool = False
+) -> tuple[list[Any], list[Any]]:
     """Steps 3 and 4 with the learning rates after them, of a run that went on and of one that resumed on ``then``."""
 
     def go_on(engine: Any) -> list[Any]:
         return [(train_step(engine, seed), engine.lr_scheduler_step()) for seed in (2, 3)]
 
-    options = {"param_offload": offload, "optimizer_offload": offload}
+    options: dict[str, Any] = {"param_offload": offload, "optimizer_offload": offload, "grouped": grouped}
     with open_engine(model, backend=backend, **options) as engine:
         for seed in range(2):
             train_step(engine, seed)
@@ -143,13 +147,17 @@ def resume_job(model: str, backend: str, folder: str, offload: bool, then: str) 
 
 @pytest.mark.shows("verl: a saved and resumed engine trains on as if not stopped, learning rate included, to the last bit")
 @pytest.mark.parametrize(
-    ("backend", "offload"),
-    sampled([("native", True), ("bridge", True), ("native", False)], ("native", True), ("bridge", True)),
+    ("backend", "offload", "grouped"),
+    sampled(
+        [("native", True, False), ("native", True, True), ("bridge", True, False), ("native", False, False)],
+        ("native", True, True),
+        ("bridge", True, False),
+    ),
 )
 def test_a_resumed_engine_trains_on_as_one_that_was_not_stopped(
-    ranks: RankPool, models: Mapping[str, Path], tmp_path: Path, backend: str, offload: bool
+    ranks: RankPool, models: Mapping[str, Path], tmp_path: Path, backend: str, offload: bool, grouped: bool
 ) -> None:
-    arguments = (str(models["dense"]), backend, str(tmp_path / "saved"), offload, backend)
+    arguments = (str(models["dense"]), backend, str(tmp_path / "saved"), offload, backend, grouped)
     for straight, resumed in ranks.run(resume_job, *arguments, timeout=IMPORT_SECONDS):
         assert resumed == straight
     assert sorted(path.name for path in (tmp_path / "saved").iterdir()) == ["huggingface", "training_state"]

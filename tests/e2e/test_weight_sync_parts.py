@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor
 
 from actors import RankContext, RolloutGroup, SamplingConfig, TrainGroup, WeightSync
@@ -104,6 +105,21 @@ def test_a_weight_sync_that_is_closed_leaves_no_memory_behind(
         assert mapped() - before
     assert_serves(group, trainer, trainer.source.version)  # after what closing has asked of the engines
     assert not mapped() - before
+
+
+def test_engines_that_are_sent_what_changed_serve_all_of_it(group: RolloutGroup, trainer: ReferenceTrainer) -> None:
+    with WeightSync(trainer.source, group, transport="gloo", changed_only=True) as sync:
+        first = sync.push()
+        assert first.changed is None and sum(first.sent) == first.nbytes
+        weights = dict(trainer.named_weights())
+        with torch.no_grad():
+            weights["model.embed_tokens.weight"][5:8] += 0.5
+            weights["model.norm.weight"] *= 1.5
+        trainer.source.version += 1
+        report = sync.push()
+        assert report.changed == weights["model.embed_tokens.weight"][5:8].numel() + weights["model.norm.weight"].numel()
+        assert sum(report.sent) < report.nbytes / 20
+        assert_serves(group, trainer, trainer.source.version)
 
 
 @pytest.mark.parametrize("place", [0, 5, -1])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -69,16 +70,17 @@ def mean_gap(train: TrainGroup, policy: HandleRef, rollout: RolloutGroup, temper
 
 
 @pytest.mark.shows("weight sync: vLLM's log-probs equal the trainer's after every push, shared memory or gloo")
-@pytest.mark.parametrize("transport", ["auto", "gloo"])
+@pytest.mark.parametrize(("transport", "changed_only"), [("auto", False), ("gloo", False), ("gloo", True)])
 def test_engines_and_ranks_agree_on_log_probs_after_every_step(
-    train: TrainGroup, policy: HandleRef, rollout: RolloutGroup, transport: str
+    train: TrainGroup, policy: HandleRef, rollout: RolloutGroup, transport: Any, changed_only: bool
 ) -> None:
-    with WeightSync(train, rollout, policy, transport=transport, byte_budget=1 << 20) as sync:
+    with WeightSync(train, rollout, policy, transport=transport, byte_budget=1 << 20, changed_only=changed_only) as sync:
         for step in range(2):
             version = train_one_step(train, policy, seed=step)
             report = sync.push()
             assert report.version == version
             assert report.transport == ("shared_memory" if transport == "auto" else transport)
+            assert bool(report.changed) == (changed_only and step > 0)
             assert mean_gap(train, policy, rollout, temperature=0.8) <= TOLERANCE
 
 

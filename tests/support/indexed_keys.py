@@ -32,7 +32,8 @@ def kept_keys(model: nn.Module) -> Iterator[list[Tensor]]:
 
 
 def with_keys(batch: PackedBatch, keys: Tensor) -> PackedBatch:
-    return PackedBatch(batch.input_ids, batch.seq_lens, {**batch.token_fields, KEYS: keys}, {}, batch.meta)
+    fields = {**batch.token_fields, KEYS: keys}
+    return PackedBatch(batch.input_ids, batch.seq_lens, fields, batch.sequence_fields, batch.meta)
 
 
 def first_keys(batch: PackedBatch, layers: int, top_k: int) -> Tensor:

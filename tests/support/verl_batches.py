@@ -24,7 +24,7 @@ type Layout = Literal["full", "response", "dense"]
 
 
 def rows(seed: int = 0, *, spread: float = 0.5) -> list[dict[str, Tensor]]:
-    """The sequences' fields without padding; some response tokens are masked.
+    """The sequences' fields without padding; prompts begin alike, and some response tokens are masked.
 
     Args:
         spread: of log-probs around those of tokens drawn evenly.
@@ -52,6 +52,10 @@ def rows(seed: int = 0, *, spread: float = 0.5) -> list[dict[str, Tensor]]:
                 "temperature": 0.5 + torch.rand((), generator=generator),
             }
         )
+    longest = max(found, key=lambda row: int(row["prompt_length"]))["input_ids"]
+    for row in found:
+        prompt = int(row["prompt_length"])
+        row["input_ids"][:prompt] = longest[:prompt]
     return found
 
 

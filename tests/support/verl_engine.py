@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from rl_backend.contracts import OptimizerConfig, RuntimeConfig
+from rl_backend.data import prefixes
 from rl_backend.runtime.native.engine import NativeRuntime, native_runtime
 
 if TYPE_CHECKING:
@@ -44,6 +45,7 @@ def open_engine(
     async_save: bool = False,
     lora: Mapping[str, Any] | None = None,
     exact: bool = False,
+    grouped: bool = False,
     **engine: Any,
 ) -> Iterator[RuntimeEngine]:
     """An engine that verl's registry would build from these configurations, initialised.
@@ -51,6 +53,7 @@ def open_engine(
     Args:
         lora: fields of verl's model configuration.
         exact: masters, passes and gradients are float64, which no configuration can ask for.
+        grouped: with verl's ``use_prefix_grouper``, and so that a single token which sequences begin with is shared.
     """
     from adapters.verl.cpu_platform import register
 
@@ -69,12 +72,15 @@ def open_engine(
         backend_options={"device": "cpu", **(backend_options or {})},
         router_replay=EngineRouterReplayConfig(mode=router_replay),
         **{SIZES[name]: size for name, size in (layout or {}).items()},
+        **({"use_prefix_grouper": True} if grouped else {}),
         **engine,
     )
     optimizer = {"lr": 1e-3, "lr_decay_style": "linear", "total_training_steps": 10, **(optimizer or {})}
     with ExitStack() as undo:
+        patch = undo.enter_context(pytest.MonkeyPatch.context())
+        if grouped:
+            patch.setattr(prefixes, "SHORTEST_RUN", 1)
         if exact:
-            patch = undo.enter_context(pytest.MonkeyPatch.context())
             patch.setattr(module, "create_runtime", _in_float64)
             # Another optimizer than the runtime's would have the configuration checked again.
             patch.setattr(module, "optimizer_settings", lambda config: None)

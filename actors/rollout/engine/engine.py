@@ -129,6 +129,7 @@ class RolloutEngine:
     make_segment = _answered_by("_weights", WeightReceiver.make_segment)
     forget_segment = _answered_by("_weights", WeightReceiver.forget_segment)
     join_gloo = _answered_by("_weights", WeightReceiver.join_gloo)
+    held_push = _answered_by("_weights", WeightReceiver.held_push)
     receive = _answered_by("_weights", WeightReceiver.receive)
     leave_gloo = _answered_by("_weights", WeightReceiver.leave_gloo)
     init_transfer = _answered_by("_weights", WeightReceiver.init_transfer)

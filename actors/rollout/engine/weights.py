@@ -26,6 +26,7 @@ from rl_backend.contracts import (
     WeightVersionError,
 )
 from rl_backend.trace.recorder import span
+from rl_backend.weights.changes import Patch, apply_patch, empty_table, payload_bytes
 from rl_backend.weights.staging import check_manifest, check_staged, find_intact, read_tensor
 
 
@@ -36,6 +37,8 @@ class WeightReceiver:
         self._vllm = vllm
         self._reload_adapters = reload_adapters
         self._own_segment: SharedSegment | None = None
+        # The push whose verified weights the own segment holds; a next one may send only what differs from them.
+        self._held_push = ""
         self._mapped: Segment | None = None
         self._buffer: Tensor | None = None
         self._staged_in_workers = False
@@ -58,9 +61,15 @@ class WeightReceiver:
         for rank, address in addresses.items():
             groups[rank] = GlooGroup(address, position)
 
-    def receive(self, key: str, layout: WeightManifest) -> None:
-        """Receives weights over gloo into this engine's own segment; nothing is verified or loaded yet."""
-        self._verified = None
+    def held_push(self) -> str:
+        """Key of the push over gloo whose weights are in this engine's own segment, all of them verified; else empty."""
+        return self._held_push
+
+    def receive(self, key: str, layout: WeightManifest, patched: bool = False) -> None:
+        """Receives weights over gloo into this engine's own segment, or ``patched`` what changed in them; nothing is
+        verified or loaded yet.
+        """
+        self._verified, self._held_push = None, ""
         assert self._own_segment is not None, "make_segment() comes before"
         buffer, groups = self._own_segment.buffer, self._gloo[key]
         pieces: dict[int, list[TensorInfo]] = {rank: [] for rank in groups}
@@ -70,8 +79,14 @@ class WeightReceiver:
         def receive_from(rank: int) -> None:
             for info in pieces[rank]:
                 place = read_tensor(buffer, info)
-                received = place if place.is_contiguous() else torch.empty_like(place, memory_format=torch.contiguous_format)
-                groups[rank].broadcast(received)
+                if patched or place.is_contiguous():
+                    received = place.contiguous()
+                else:
+                    received = torch.empty_like(place, memory_format=torch.contiguous_format)
+                if patched:
+                    _receive_patch(groups[rank], received)
+                else:
+                    groups[rank].broadcast(received)
                 if received is not place:
                     place.copy_(received)
 
@@ -132,6 +147,8 @@ class WeightReceiver:
             threads = max(len(self._vllm.cores), 1)
             check_staged(self._map(segment), manifest, engine=self._vllm.name, threads=threads, intact=intact)
         self._verified = manifest
+        if self._own_segment is not None and segment.path == str(self._own_segment.path):
+            self._held_push = push
         return time.perf_counter() - started
 
     def load(self, version: int) -> float:
@@ -209,7 +226,7 @@ class WeightReceiver:
 
     def close(self) -> None:
         if self._own_segment is not None:
-            segment, self._own_segment = self._own_segment, None
+            segment, self._own_segment, self._held_push = self._own_segment, None, ""
             segment.close()
             self.forget_segment(str(segment.path))
 
@@ -229,3 +246,13 @@ class WeightReceiver:
         if not self._vllm.llm.reset_prefix_cache():
             raise RolloutError(f"{self._vllm.name}: vLLM still has running requests, its prefix cache cannot be emptied")
         self._vllm.llm.start_weight_update()
+
+
+def _receive_patch(group: GlooGroup, place: Tensor) -> None:
+    table = empty_table(place)
+    group.broadcast(table)
+    payload = torch.empty(payload_bytes(place, table), dtype=torch.uint8)
+    group.broadcast(payload)
+    # One that cannot be applied leaves a tensor with another digest, which verify() refuses.
+    with suppress(WeightCheckError):
+        apply_patch(place, Patch(table, payload))

@@ -32,6 +32,10 @@ class CheckedLoad:
 
     def __init__(self, model: Any) -> None:
         self._model = model
+        self.begin()
+
+    def begin(self) -> None:
+        """Forgets the push before."""
         self._received: dict[str, Tensor] = {}
         self._non_finite: list[str] = []
         self._refused: Exception | None = None
@@ -71,7 +75,9 @@ class _Checked:
     _load: CheckedLoad | None = None
 
     def start_weight_update(self) -> None:
-        self._load = CheckedLoad(self.model)
+        # One for all pushes: from 0.33 vLLM keeps what it was told to receive by its model, and is not told it again.
+        self._load = self._load or CheckedLoad(self.model)
+        self._load.begin()
         super().start_weight_update()  # type: ignore[misc]
 
     def parse_update_info(self, update_dict: dict[str, Any]) -> WeightTransferUpdateInfo:

@@ -3,8 +3,6 @@
 Tests compare this table with ``docs/reference/verl_fields.md`` and with the classes of verl 0.9.1.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any

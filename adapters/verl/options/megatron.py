@@ -1,7 +1,5 @@
 """Megatron's own fields in verl's ``override_`` dictionaries, as options of either runtime."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import re

@@ -1,7 +1,5 @@
 """Facts about a model, in Megatron's fields: of ``config.json``, as Megatron-Bridge reads it, and of verl's ``dtype``."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

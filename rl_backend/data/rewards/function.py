@@ -1,7 +1,5 @@
 """Reward functions: verl's signature and TRL's, loading by name, and the scores, metrics and records of what they return."""
 
-from __future__ import annotations
-
 import inspect
 import json
 import math

@@ -5,8 +5,6 @@ python -P worker.py DESCRIPTOR     DESCRIPTOR: of the connection to the run
 It needs the standard library alone: importing the package would bring torch, and seconds, to every process.
 """
 
-from __future__ import annotations
-
 import hashlib
 import importlib
 import importlib.util

@@ -16,7 +16,6 @@ from rl_backend.contracts import BaseConfig, ConfigError, OptimizerConfig, Token
 from rl_backend.contracts.lora import LoRAConfig
 from rl_backend.contracts.runtime_config import BACKEND_CONFIGS, ParallelConfig, Plugins, RuntimeConfig
 from rl_backend.data import MicroBatchPlan
-from rl_backend.lab.parity.passage import PASSAGE
 
 # The side that is no runtime: transformers' own model and torch's AdamW on one rank.
 TRANSFORMERS = "transformers"
@@ -28,6 +27,8 @@ type Role = Literal["reference", "candidate", "again", "alone"]
 after the first starts from the weights of the reference that runs again."""
 
 SIDES: tuple[SideName, ...] = ("reference", "candidate")
+# English text that models with a tokenizer are compared on.
+PASSAGE = Path(__file__).with_name("passage.txt")
 # A tokenizer that makes fewer different tokens of the passage is a toy, of which little is trained.
 _LEAST_TOKENS = 100
 
@@ -132,29 +133,24 @@ class ParityConfig(BaseConfig):
     def _check(self) -> Self:
         if self.lora is not None and (self.lora.dropout or self.lora.use_dora):
             raise ConfigError("ParityConfig.lora: each side would drop other inputs; leave out dropout and use_dora")
+        wrong: list[tuple[str, int, str]] = []
         if self.min_length > self.max_length:
-            raise ConfigError.of(
-                "ParityConfig.min_length", self.min_length, f"the longest sequence has max_length={self.max_length}"
-            )
+            problem = f"the longest sequence has max_length={self.max_length}"
+            wrong.append(("ParityConfig.min_length", self.min_length, problem))
         for name in SIDES:
-            side = self.side(name)
-            needed = side.data_parallel_size * self.num_micro_batches
-            if self.num_sequences < needed:
-                raise ConfigError.of(
-                    "ParityConfig.num_sequences",
-                    self.num_sequences,
-                    f"{self.num_micro_batches} micro-batches on each data-parallel rank of the {name} "
-                    f"(dp={side.data_parallel_size}) need at least {needed}",
-                )
-            pp, vpp = side.parallel.pp, side.parallel.vpp
+            side, micro_batches = self.side(name), self.num_micro_batches
+            dp, pp, vpp = side.data_parallel_size, side.parallel.pp, side.parallel.vpp
+            if self.num_sequences < dp * micro_batches:
+                of_rank = f"{micro_batches} micro-batches on each data-parallel rank of the {name} (dp={dp})"
+                problem = f"{of_rank} need at least {dp * micro_batches}"
+                wrong.append(("ParityConfig.num_sequences", self.num_sequences, problem))
             overrides = side.options.get("override_transformer_config")
             own_groups = isinstance(overrides, dict) and "microbatch_group_size_per_vp_stage" in overrides
-            if side.runtime == "bridge" and vpp > 1 and not own_groups and self.num_micro_batches % pp:
-                raise ConfigError.of(
-                    "ParityConfig.num_micro_batches",
-                    self.num_micro_batches,
-                    f"Megatron's interleaved schedule of the {name} (pp={pp}, vpp={vpp}) takes a multiple of {pp}",
-                )
+            if side.runtime == "bridge" and vpp > 1 and not own_groups and micro_batches % pp:
+                problem = f"Megatron's interleaved schedule of the {name} (pp={pp}, vpp={vpp}) takes a multiple of {pp}"
+                wrong.append(("ParityConfig.num_micro_batches", micro_batches, problem))
+        if wrong:
+            raise ConfigError.of_all(wrong)
         return self
 
     @property
@@ -220,7 +216,9 @@ def passage_tokens(model: str, hf_config: Mapping[str, Any]) -> Tensor | None:
     file, text = Path(model) / "tokenizer.json", text_config(hf_config)
     if not file.is_file():
         return None
-    tokens = torch.tensor(Tokenizer.from_file(str(file)).encode(PASSAGE, add_special_tokens=False).ids)
+    tokens = torch.tensor(
+        Tokenizer.from_file(str(file)).encode(PASSAGE.read_text(encoding="utf-8"), add_special_tokens=False).ids
+    )
     tokens = tokens[tokens != padding] if (padding := text.get("pad_token_id")) is not None else tokens
     different = tokens.unique()
     return tokens if len(different) >= _LEAST_TOKENS and int(different[-1]) < text["vocab_size"] else None

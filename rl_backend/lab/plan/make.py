@@ -229,7 +229,7 @@ def as_text(plan: Plan, device_bytes: int | None, fitting: Plan | None, link_gib
         lines.append(f"logits: {amount(logits)} {unit} at one time, in the workspace")
     lines.append(
         f"a weight sync sends {amount(plan.sync_bytes)} {unit} in {work.sync_dtype}; through shared memory "
-        "or gloo it keeps as much of /dev/shm until it is closed"
+        "or gloo it keeps as much of /dev/shm until it is closed, with changed_only also of the ranks' host memory"
     )
     if link_gib:
         lines.append(f"a rank sends at most {amount(max(plan.sync_sent))} {unit} of it, and each engine's host receives all")

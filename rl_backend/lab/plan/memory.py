@@ -136,15 +136,15 @@ class Workload(BaseConfig):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        if self.sequence_length > self.micro_batch_tokens:
-            raise ConfigError.of(
-                "Workload.sequence_length",
-                self.sequence_length,
-                f"does not fit into micro_batch_tokens={self.micro_batch_tokens}; sequences are never split: raise that",
-            )
-        if self.prompt_length >= self.sequence_length:
-            problem = f"leaves no token of sequence_length={self.sequence_length} to train; use less"
-            raise ConfigError.of("Workload.prompt_length", self.prompt_length, problem)
+        length, tokens, wrong = self.sequence_length, self.micro_batch_tokens, list[tuple[str, int, str]]()
+        if length > tokens:
+            problem = f"does not fit into micro_batch_tokens={tokens}; sequences are never split: raise that"
+            wrong.append(("Workload.sequence_length", length, problem))
+        if self.prompt_length >= length:
+            problem = f"leaves no token of sequence_length={length} to train; use less"
+            wrong.append(("Workload.prompt_length", self.prompt_length, problem))
+        if wrong:
+            raise ConfigError.of_all(wrong)
         return self
 
     def micro_batch(self, *, shares_prompts: bool = False) -> PackedBatch:

@@ -216,6 +216,14 @@ FAULTS = [
         "any process of the machine could write into an episode",
     ),
     Fault(
+        "cancelled-answer-of-verifiers",
+        "adapters.verifiers.player:VerifiersPlayer.__call__",
+        "answer.set_running_or_notify_cancel()",
+        "answer.running()",
+        ("test_an_episode_that_is_cancelled_is_told_and_forgotten",),
+        "an answer to a cancelled episode could end the thread that every other one waits for",
+    ),
+    Fault(
         "masked-turns-of-cookbook-trained",
         "adapters.cookbook:CookbookPlayer._turns",
         "if step.metrics.get(MASKED):",

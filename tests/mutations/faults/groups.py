@@ -32,8 +32,8 @@ FAULTS = [
     Fault(
         "lost-cluster-elsewhere-ends-own-children",
         "actors.cluster.ray_watch:_Watch._end",
-        "_descendants() if self._ours else {}",
-        "_descendants()",
+        "descendants() if self._ours else set()",
+        "descendants()",
         ("test_children_are_ended_with_a_ray_that_was_started_here_and_with_no_other",),
         "processes that have nothing to do with Ray would be killed",
     ),

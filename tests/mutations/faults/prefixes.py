@@ -92,10 +92,18 @@ FAULTS = [
     Fault(
         "tokens-with-other-routes-shared",
         "rl_backend.data.prefixes:compared_tokens",
-        "if not replays or ROUTES not in token_fields:",
-        "if ROUTES not in token_fields or len(input_ids):",
+        "names = (ROUTES, ROUTES_MASK) if replays and ROUTES in token_fields else ()",
+        "names = ()",
         ("test_replayed_tokens_are_shared_where_their_routes_are_equal",),
         "a replay would take the routes of another sequence",
+    ),
+    Fault(
+        "tokens-with-other-recorded-keys-shared",
+        "rl_backend.data.prefixes:compared_tokens",
+        "if KEYS in token_fields:",
+        "if KEYS in token_fields and not len(input_ids):",
+        ("test_tokens_are_shared_where_their_recorded_keys_are_equal",),
+        "a token would attend to what another sequence's attended to",
     ),
     Fault(
         "shared-tokens-dropped-from-a-routers-loss",

@@ -118,6 +118,14 @@ FAULTS = [
         "a rank that dies in a push would end the run",
     ),
     Fault(
+        "a-stopped-holder-is-waited-for",
+        "actors.train.memory_boundary:MemoryBoundaries.made",
+        "if waited > _PATIENCE_SECONDS or (waited > _STOPPED_SECONDS and self._is_stopped()):",
+        "if waited > _PATIENCE_SECONDS:",
+        ("test_a_stopped_holder_is_ended_within_seconds_and_another_one_started",),
+        "states would not be kept for a minute, and what came since would run again",
+    ),
+    Fault(
         "one-state-in-memory-is-both-written-and-whole",
         "actors.train.memory_boundary:MemoryBoundaries.make",
         "generation = 0 if last is None else 1 - last.generation",

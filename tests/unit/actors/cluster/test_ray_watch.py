@@ -14,6 +14,7 @@ import pytest
 import ray
 
 from actors.cluster import ray_watch
+from actors.cluster.processes import Process, descendants
 from rl_backend.contracts import ClusterLostError, RLBackendError
 
 
@@ -48,8 +49,8 @@ def test_children_are_ended_with_a_ray_that_was_started_here_and_with_no_other(
 ) -> None:
     watch = watch_of(monkeypatch, ours=ours)
     # Of this process's children the test may lose its own alone.
-    known = ray_watch._descendants
-    monkeypatch.setattr(ray_watch, "_descendants", lambda: {child.pid: known()[child.pid]})
+    known = ray_watch.descendants
+    monkeypatch.setattr(ray_watch, "descendants", lambda: {each for each in known() if each.pid == child.pid})
     monkeypatch.setattr(ray_watch, "_POLL_SECONDS", 0.0)
     monkeypatch.setattr(ray_watch, "_POLL_SECONDS_ELSEWHERE", 0.0)
     monkeypatch.setattr(watch._stopped, "wait", lambda seconds: seconds == ray_watch.END_SECONDS)
@@ -67,7 +68,7 @@ def test_a_number_that_another_process_has_by_now_is_not_ended(
     child: subprocess.Popen[bytes], signals: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     watch = watch_of(monkeypatch, ours=True)
-    monkeypatch.setattr(ray_watch, "_descendants", lambda: {child.pid: "started at another time"})
+    monkeypatch.setattr(ray_watch, "descendants", lambda: {Process(child.pid, "another time")})
     watch.stop()
     watch._end("its raylet has ended")
     assert child.poll() is None and isinstance(watch.error(), ClusterLostError)
@@ -77,9 +78,7 @@ def test_descendants_are_children_and_theirs() -> None:
     with subprocess.Popen(["sh", "-c", "sleep 100 & echo $!; wait"], stdout=subprocess.PIPE, text=True) as parent:
         assert parent.stdout is not None
         grandchild = int(parent.stdout.readline())
-        found = ray_watch._descendants()
-        assert {parent.pid, grandchild} <= found.keys()
-        assert all(ray_watch._started(pid) == found[pid] for pid in (parent.pid, grandchild))
+        assert {Process.of(parent.pid), Process.of(grandchild)} <= descendants()
         subprocess.run(["kill", str(grandchild), str(parent.pid)], check=True)
 
 
@@ -131,7 +130,7 @@ def test_a_loss_interrupts_what_the_main_thread_waits_for(monkeypatch: pytest.Mo
     watch = watch_of(monkeypatch, ours=True)
     monkeypatch.setattr(ray_watch, "_loss", [])
     monkeypatch.setattr(ray_watch, "_Watch", lambda: watch)
-    monkeypatch.setattr(ray_watch, "_descendants", dict)
+    monkeypatch.setattr(ray_watch, "descendants", set)
     monkeypatch.setattr(ray_watch, "_POLL_SECONDS", 0.01)
     with pytest.raises(ClusterLostError, match="its raylet has ended"), ray_watch.watch_cluster():
         time.sleep(60)

@@ -172,7 +172,7 @@ from rl_backend.contracts import BaseConfig
 
 ray_watch.END_SECONDS = 0.1
 watch = ray_watch._Watch.__new__(ray_watch._Watch)
-watch._family, watch._ours, watch._reason, watch._told = {}, False, "", False
+watch._family, watch._ours, watch._reason, watch._told = set(), False, "", False
 watch._stopped = ray_watch.threading.Event()
 signal.signal(signal.SIGINT, lambda *_: None)  # of a run that does not hear of it
 with RunFolder(sys.argv[1], BaseConfig()):

@@ -184,17 +184,17 @@ def test_gloo_sends_what_all_ranks_export_to_a_segment_of_each_engine_over_one_g
     layout, nbytes = plan_layout(INFOS)
     for push in range(2):
         staged = transport.stage(PLAN, train, engines)
-        assert staged.segments == segments() and staged.key == ""
+        assert staged.segments == segments() and staged.changed is None
         assert staged.manifest.version == 4
         assert [info.offset for info in staged.manifest.tensors] == [info.offset for info in layout]
         assert [info.digest for info in staged.manifest.tensors] == [tensor_digest(each) for each in WEIGHTS.values()]
         assert staged.sent == (128, 0, 0)
         address: Any = GlooAddress("rendezvous at ip 0", 3)  # type: ignore[arg-type]
         join: list[Any] = [("join_gloo", "key", {0: address}, {1: (1,), 4: (2,)})] if push == 0 else []
-        receive = ("receive", "key", WeightManifest(version=4, tensors=layout))
+        receive = ("receive", "key", WeightManifest(version=4, tensors=layout), False)
         assert rollout.asked == [("make_segment", nbytes), *join, receive]
         rollout.asked.clear()
-    _, member = train.ranks[0].state["key"]
+    member = train.ranks[0].state["key"].group
     assert member.rank == 0 and [tensor.shape for tensor in member.sent] == [each.shape for each in WEIGHTS.values()] * 2
     assert [rank.taken for rank in train.ranks] == [6, 6, 6] and not train.ranks[1].state
     assert train.ranks[0].exports[0] == (None, torch.float32, None, 0)
@@ -222,10 +222,11 @@ def test_over_gloo_each_rank_sends_its_rectangles_in_a_group_of_its_own() -> Non
     layout, nbytes = plan_layout(INFOS)
     place = {info.name: info.offset for info in layout}
     placed = tuple(part.replace(offset=place[part.name]) for part in PARTS)
-    (_, made), (_, _, addresses, _), (*_, announced) = rollout.asked
+    (_, made), (_, _, addresses, _), (*_, announced, is_patch) = rollout.asked
     assert made == nbytes and list(addresses) == [0, 1, 2]
     assert announced == WeightManifest(version=4, tensors=layout, parts=placed)
-    members = [rank.state["key"][1] for rank in train.ranks]
+    assert not is_patch
+    members = [rank.state["key"].group for rank in train.ranks]
     assert [member.rank for member in members] == [0, 0, 0] and not any(rank.taken for rank in train.ranks)
     for rank, member in enumerate(members):
         expected = [WEIGHTS[part.name][part.region] for part in PARTS if part.rank == rank]
@@ -307,7 +308,7 @@ def test_an_engine_that_does_not_join_is_an_error_of_the_source_rank_alone(monke
 
     monkeypatch.setattr(staged_module, "GlooGroup", late)
     rank: Any = Rank(0)
-    rank.state["key"] = Point("x", None), GlooAddress("rendezvous", 3)  # type: ignore[arg-type]
+    rank.state["key"] = staged_module._Connection(Point("x", None), GlooAddress("rendezvous", 3))  # type: ignore[arg-type]
     error = staged_module.connect(rank, "key")
     assert isinstance(error, WeightSyncError) and "did not join rank 0 in 120 s: 1 of 3 came" in str(error)
     other: Any = Rank(1)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import nullcontext
-from functools import partial
+from dataclasses import dataclass
+from functools import cached_property, partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,11 +13,21 @@ import pytest
 import torch
 from torch import Tensor
 
-from actors.sync.gpu_transports import EngineClient, ExportSource, NcclTransport, close_stream, end_group, send_stream
+from actors.sync.gpu_transports import (
+    EngineClient,
+    ExportSource,
+    NcclTransport,
+    Stream,
+    as_vllm_drives_it,
+    close_stream,
+    end_group,
+    send_stream,
+)
 from actors.sync.push import WeightSync
 from actors.sync.source import WeightSource
 from actors.sync.staged_transports import PushPlan, describe_export, make_plan
 from rl_backend.contracts import EngineDeadError, HandleError, WeightCheckError, WeightSyncError
+from rl_backend.weights.inspection import device_checksum
 
 WEIGHTS = {"a": torch.arange(6.0).view(2, 3), "b": torch.ones(2, 3), "c": torch.full((2, 3), -2.0)}
 
@@ -51,6 +62,75 @@ def test_a_stream_yields_what_was_announced_with_a_checksum_of_each(monkeypatch:
     ]
     assert [(name, tensor.tolist()) for name, tensor in stream] == [(name, t.tolist()) for name, t in WEIGHTS.items()]
     assert list(stream.checksums) == list(WEIGHTS)
+
+
+class WeightSourceOf033:
+    """``WeightSource`` of vLLM 0.33, which has no build for CPUs: ``vllm/distributed/weight_transfer/base.py`` says so."""
+
+    def __init_subclass__(cls) -> None:
+        if not isinstance(cls.__dict__["metadata"], cached_property):
+            raise TypeError(f"{cls.__name__}.metadata must be a functools.cached_property")
+
+    metadata: Any
+
+    def owned_names(self, rank: int) -> list[str]:
+        return [meta.name for meta in self.metadata if meta.owners is None or rank in meta.owners]
+
+    def implements_iter_full(self) -> bool:
+        return type(self).iter_full is not WeightSourceOf033.iter_full
+
+    def iter_full(self) -> Iterator[tuple[str, Tensor]]:
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class ParamMetaOf033:
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    owners: tuple[int, ...] | None = None
+
+
+def test_a_stream_is_what_vllm_0_33_drives(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.distributed.weight_transfer import base
+
+    stream = Exports(list(WEIGHTS), monkeypatch).stream()
+    assert as_vllm_drives_it(stream) is stream or hasattr(base.WeightSource, "iter_full")
+    monkeypatch.setattr(base, "WeightSource", WeightSourceOf033)
+    monkeypatch.setattr(base, "ParamMeta", ParamMetaOf033)
+    source = as_vllm_drives_it(stream)
+    # What the sender of IPC asks of a rank, and what that of NCCL compares as it sends.
+    assert source.implements_iter_full() and source.owned_names(3) == list(WEIGHTS)
+    for _ in range(2):
+        for meta, (name, tensor) in zip(source.metadata, source.iter_full(), strict=True):
+            assert (name, tensor.dtype, tuple(tensor.shape)) == (meta.name, meta.dtype, meta.shape)
+            assert torch.equal(tensor, WEIGHTS[name])
+        assert list(stream.checksums) == list(WEIGHTS)
+
+
+def test_a_receiver_that_is_told_only_what_has_changed_remembers_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:
+    from actors.rollout.vllm.streaming import CheckedNcclWeightTransferEngine, NCCLWeightTransferEngine
+
+    told: dict[Any, list[str]] = {}
+    received: list[list[str]] = []
+
+    def receive(engine: Any, names: list[str]) -> None:
+        """As ``receive_weights`` of vLLM 0.33, which keeps the last metadata by its model."""
+        names = told.setdefault(engine.model, names)
+        engine.model.load_weights([(name, WEIGHTS[name]) for name in names])
+
+    monkeypatch.setattr(NCCLWeightTransferEngine, "start_weight_update", lambda engine: None)
+    monkeypatch.setattr(NCCLWeightTransferEngine, "receive_weights", receive)
+    receiver: Any = CheckedNcclWeightTransferEngine.__new__(CheckedNcclWeightTransferEngine)
+    receiver.model = SimpleNamespace(load_weights=lambda weights: received.append([name for name, _ in weights]))
+    checksums = {name: int(device_checksum(WEIGHTS[name])) for name in ("a", "b")}
+    for names in (["a", "b"], []):
+        receiver.start_weight_update()
+        with pytest.raises(WeightSyncError, match="received bytes differ"):
+            receiver.receive_weights(receiver.parse_update_info({"checksums": checksums}))
+        receiver.receive_weights(names)
+        receiver.receive_weights(receiver.parse_update_info({"checksums": checksums}))
+    assert received == [["a", "b"], ["a", "b"]]
 
 
 @pytest.mark.parametrize(
@@ -177,7 +257,8 @@ def test_connections_that_end_leave_no_group_of_nccl(monkeypatch: pytest.MonkeyP
     from actors.rollout.vllm.streaming import CheckedNcclWeightTransferEngine
 
     group = Group()
-    context: Any = SimpleNamespace(state={"key": SimpleNamespace(model_update_group=group, shutdown=lambda: None)})
+    engine: Any = SimpleNamespace(model_update_group=group, shutdown=lambda: None)
+    context: Any = SimpleNamespace(state={"key": Stream(engine, None)})  # type: ignore[arg-type]
     close_stream(context, "key")
     close_stream(context, "key")
     receiver = CheckedNcclWeightTransferEngine.__new__(CheckedNcclWeightTransferEngine)
@@ -261,7 +342,6 @@ def test_a_sync_whose_push_failed_closes_what_ranks_keep_and_one_of_a_group_that
 
 def test_a_receiver_takes_all_that_is_sent_although_a_loader_refuses_a_part_of_it() -> None:
     from actors.rollout.vllm.streaming import CheckedLoad
-    from rl_backend.weights.inspection import device_checksum
 
     class Model:
         def load_weights(self, weights: list[tuple[str, Tensor]]) -> None:
@@ -280,7 +360,6 @@ def test_a_receiver_takes_all_that_is_sent_although_a_loader_refuses_a_part_of_i
 
 def test_a_receiver_refuses_tensors_that_arrive_under_each_others_names() -> None:
     from actors.rollout.vllm.streaming import CheckedLoad
-    from rl_backend.weights.inspection import device_checksum
 
     class Model:
         def load_weights(self, weights: list[tuple[str, Tensor]]) -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import signal
+import subprocess
+import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,14 +13,17 @@ from typing import Any
 import pytest
 import torch
 
+from actors.cluster.processes import Process, start_time
 from actors.train import memory_boundary
 from actors.train.context import HandleRef, RankContext
 from actors.train.group import TrainGroup
 from actors.train.kept import Kept, KeptOperations
 from actors.train.order import OperationHeader
+from actors.train.outcome import RankInfo
 from actors.wire import held_memory
 from rl_backend.contracts import CheckpointError, GroupFailedError
 from rl_backend.contracts.lora import LoRAConfig
+from tests.support.actors_in_process import until
 from tests.support.models import write_tiny
 from tests.support.plain_handle import PlainHandle
 from tests.support.ranks_in_process import (
@@ -143,6 +149,29 @@ def test_a_holder_that_dies_is_started_again_and_the_next_step_is_kept_there(
         (True, False),
         (False, True),
     ]
+
+
+def test_a_stopped_holder_is_ended_within_seconds_and_another_one_started(
+    holders: list[HolderHere], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here, said = RankInfo(0, "here", "127.0.0.1", 1, "1"), list[str]()
+    boundaries = memory_boundary.MemoryBoundaries(said.append)
+    with subprocess.Popen(["sleep", "60"]) as sleeper:
+        boundaries.place([here])
+        boundaries._processes[id(holders[0])] = (sleeper.pid, start_time(sleeper.pid))
+        asked = memory_boundary._Asked(
+            HandleRef("group", 0, "policy", False, (0,), (0,)), 1, 0, [], ["an answer"], time.monotonic() - 10
+        )
+        boundaries._asked[0] = asked
+        monkeypatch.setattr(memory_boundary.ray, "wait", lambda refs, **_: ([], refs))
+        boundaries.made([here])
+        assert not said and len(holders) == 1, "a holder that is busy is waited for"
+        sleeper.send_signal(signal.SIGSTOP)
+        until(lambda: Process.of(sleeper.pid).is_stopped)
+        holders[0].is_dead = True
+        boundaries.made([here])
+        sleeper.kill()
+    assert len(holders) == 2 and "was lost; another one is started" in said[0]
 
 
 def test_a_rank_and_the_only_holder_that_die_together_end_the_group_and_say_what_to_do(

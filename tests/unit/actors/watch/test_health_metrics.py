@@ -21,7 +21,7 @@ from actors.collect.held_out import HeldOutEpisodes, HeldOutResult, HeldOutSet, 
 from actors.collect.prompts import PromptSource
 from actors.collect.sample_metrics import sample_metrics, unknown_tokens
 from actors.folder.checkpoints import Progress
-from actors.options.health import HealthLimits
+from actors.options.config import HealthLimits
 from actors.rollout.messages import Sample, VersionSpan
 from actors.run.sampling import Sampling
 from actors.run.stop import StopRequest

@@ -133,6 +133,9 @@ def test_an_episode_that_is_cancelled_is_told_and_forgotten() -> None:
         playing = asyncio.create_task(player({"task": 1}, object()))  # type: ignore[arg-type]
         while not sent:
             await asyncio.sleep(0.01)
+        # The thread that listens for all episodes may be about to set it.
+        (waiting,) = player._waiting.values()
+        assert not waiting.cancel()
         playing.cancel()
         with pytest.raises(asyncio.CancelledError):
             await playing

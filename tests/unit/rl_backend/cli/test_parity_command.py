@@ -86,8 +86,8 @@ def no_processes(monkeypatch: pytest.MonkeyPatch) -> None:
         ("--model {model} --lora.rank 0", "--lora.rank 0: "),
         ("--model {model} --lora.alpha 8", "--lora.alpha has no effect without --lora.rank"),
         ("--model {model} --lora.rank 4 --lora.targets .", "--lora.targets ('.',): has an empty name"),
-        ("--model {model} --tolerance-factor 0", "--tolerance-factor 0.0: must be above 0"),
-        ("--model {model} --tolerance-factor inf", "--tolerance-factor inf: must be above 0 and finite"),
+        ("--model {model} --tolerance-factor 0", "argument --tolerance-factor: 0 must be above 0 and finite"),
+        ("--model {model} --tolerance-factor inf", "argument --tolerance-factor: inf must be above 0 and finite"),
         (
             "--model {model} --json {missing}/out.json",
             "--json {missing}/out.json: must be a file in a directory that exists",

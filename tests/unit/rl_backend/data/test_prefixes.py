@@ -84,8 +84,26 @@ def test_replayed_tokens_are_shared_where_their_routes_are_equal(monkeypatch: py
     assert shared_prefixes(batch, replays=True, owners=[4, 5]) is None
     # Malformed routes are refused elsewhere.
     compared = compared_tokens(torch.arange(3), {"routed_experts": torch.zeros(3)}, replays=True)
-    assert compared is not None and compared.shape == (3, 8 + 4)
-    assert compared_tokens(torch.arange(3), {"indexed_keys": torch.zeros(3, 1, 1)}, replays=False) is None
+    assert compared.shape == (3, 8 + 4)
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_tokens_are_shared_where_their_recorded_keys_are_equal(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
+    monkeypatch.setattr(prefixes, "SHORTEST_RUN", 1)
+    keys = torch.arange(6, dtype=dtype).repeat(2)[:, None, None].expand(12, 2, 3).clone()
+    fields = {"indexed_keys": keys}
+    batch = PackedBatch(torch.arange(6).repeat(2), torch.tensor([6, 6]), fields)
+
+    def num_rows() -> int | None:
+        tree = shared_prefixes(batch, replays=False)
+        return tree and tree.num_rows
+
+    assert num_rows() == 6
+    keys[9, 1, 2] = -1  # of the fourth token of the second sequence
+    assert num_rows() == 9
+    keys[:] = torch.arange(12, dtype=dtype)[:, None, None]
+    assert num_rows() is None
+    assert compared_tokens(batch.input_ids, fields, replays=False).shape == (12, 8 + 16)
 
 
 def test_compared_routes_take_no_more_memory_than_they_are_and_every_byte_counts(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -96,7 +114,7 @@ def test_compared_routes_take_no_more_memory_than_they_are_and_every_byte_counts
         given = {"routed_experts": routes, "routed_experts_mask": mask}
         batch = PackedBatch(torch.arange(4).repeat(2), torch.tensor([4, 4]), given)
         compared = compared_tokens(batch.input_ids, given, replays=True)
-        assert compared is not None and (compared.dtype, compared.shape) == (torch.uint8, (8, 8 + 6 * size + 1))
+        assert (compared.dtype, compared.shape) == (torch.uint8, (8, 8 + 6 * size + 1))
         routes[6, 2, 1] = 1 << (8 * size - 2)
         tree = shared_prefixes(batch, replays=True)
         assert tree is not None and tree.num_rows == 6

@@ -10,8 +10,7 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 
-from rl_backend.lab.parity.config import ParityConfig, ParitySide, make_sequences, plan_batch
-from rl_backend.lab.parity.passage import PASSAGE
+from rl_backend.lab.parity.config import PASSAGE, ParityConfig, ParitySide, make_sequences, plan_batch
 
 
 def test_lengths_go_from_the_shortest_to_the_longest_and_all_but_the_first_token_is_trained() -> None:
@@ -29,7 +28,7 @@ def test_lengths_go_from_the_shortest_to_the_longest_and_all_but_the_first_token
 def test_a_model_with_a_tokenizer_is_compared_on_text_of_its_vocabulary(
     tmp_path: Path, vocab_size: int, is_text: bool
 ) -> None:
-    words = re.findall(r"\w+|[^\w\s]+", PASSAGE)
+    words = re.findall(r"\w+|[^\w\s]+", PASSAGE.read_text())
     tokenizer = Tokenizer(WordLevel({word: index for index, word in enumerate(dict.fromkeys(words))}, unk_token="The"))
     tokenizer.pre_tokenizer = Whitespace()
     tokenizer.save(str(tmp_path / "tokenizer.json"))

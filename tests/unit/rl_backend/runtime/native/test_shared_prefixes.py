@@ -32,6 +32,7 @@ from rl_backend.runtime.native.handle import NativeHandle
 from rl_backend.runtime.native.layout import describe_model, why_unshared
 from rl_backend.runtime.passes import PassRequest
 from tests.support.deepseek import write_latent
+from tests.support.indexed_keys import first_keys, with_keys
 from tests.support.models import write_tiny
 from tests.support.moe import write_moe
 from tests.support.native import assert_near, gradients, open_in_float64, open_runtime, relative_difference, weights
@@ -229,6 +230,33 @@ def test_replayed_routes_decide_what_is_shared(models: Mapping[str, Path]) -> No
         others[0] = 5 - others[0]
         differing = replay(others).metrics["tokens_computed"]
         assert differing.sum > same.metrics["tokens_computed"].sum
+
+
+@pytest.mark.usefixtures("every_run")
+@pytest.mark.shows("sparse attention: shared prefixes train as whole sequences with recorded keys, where these are equal")
+@pytest.mark.parametrize(
+    ("family", "options"),
+    [("deepseek_v32", {"model": "deepseek_v32", "model_cfg": {"indexer": "sparse"}}), ("glm_moe_dsa", {})],
+)
+def test_recorded_keys_decide_what_is_shared(models: Mapping[str, Path], family: str, options: Mapping[str, Any]) -> None:
+    with open_runtime(models[family]) as runtime:
+        indexed = runtime.build_model().indexed_layers
+    assert indexed is not None
+    batches = []
+    for seed in range(3):
+        batch = batch_of(sequences_of_a_tree(seed), seed)
+        keys = first_keys(batch, len(indexed.layers), indexed.top_k)
+        # Some choose for themselves, but none that a sequence begins with.
+        keys[(batch.input_ids % 5 == 0) & (batch.position_ids > 0)] = -1
+        batches.append(with_keys(batch, keys))
+    found = compute(models[family], batches, share_prefixes="auto", **options)
+    assert_same(found, compute(models[family], batches, **options), batches)
+    others = keys.clone()
+    others[0] = -1
+    batches = [with_keys(batch, others)]
+    (one,), (other,) = (compute(models[family], batches, share_prefixes=share, **options) for share in ("auto", "off"))
+    assert_near(one.gradients, other.gradients, 1e-10)
+    assert one.result.metrics["tokens_computed"].sum > found[-1].result.metrics["tokens_computed"].sum
 
 
 def test_only_computed_tokens_count(models: Mapping[str, Path]) -> None:
