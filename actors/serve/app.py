@@ -13,7 +13,6 @@ import zstandard
 from fastapi import APIRouter, Depends, FastAPI, HTTPException, Request, Response
 from fastapi.responses import FileResponse, JSONResponse
 
-from actors.serve.pages import add_pages
 from actors.serve.server import (
     EXTERNAL,
     BusyError,
@@ -108,7 +107,6 @@ def make_app(server: Server) -> FastAPI:
         method, path = route.split()
         api.add_api_route(path, _refusal(what), methods=[method])
     app.include_router(api)
-    add_pages(app, server)
     return app
 
 

@@ -27,6 +27,7 @@ from actors.rollout.group.group import RolloutGroup
 from actors.serve.app import Asked, Owner, make_app
 from actors.serve.check import check_server
 from actors.serve.openai import add_openai
+from actors.serve.pages import add_pages
 from actors.serve.restarts import ServerLostError, keep_serving
 from actors.serve.sampling import Sampling, end_tokens
 from actors.serve.server import Futures, Limits, ServedModel, Server, request_log
@@ -117,6 +118,7 @@ def _serve_from(store: Store, listener: socket.socket, options: argparse.Namespa
             url = f"http://{host}:{port}"
             app = make_app(server)
             add_openai(app, server, Owner, Asked)
+            add_pages(app, server)
             config = uvicorn.Config(
                 app, log_level="warning", timeout_graceful_shutdown=5, h11_max_incomplete_event_size=65536
             )

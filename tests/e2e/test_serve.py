@@ -6,12 +6,13 @@ import subprocess
 import threading
 import time
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import openai
 import psutil
 import pytest
@@ -21,7 +22,16 @@ from tests.support.chat_templates import CHATML, chat_tokenizer
 from tests.support.libraries import cookbook
 from tests.support.models import write_tiny
 from tests.support.serve_process import Served, serve_command, serving
-from tests.support.tinker_clients import Client, close_services, service, train, train_together
+from tests.support.tinker_clients import (
+    Client,
+    Sampled,
+    at_one_time,
+    close_services,
+    reinforce,
+    service,
+    train,
+    train_together,
+)
 
 PROMPT = [5, 9, 3, 7, 21]
 VOCABULARY = 512
@@ -195,6 +205,24 @@ def test_eight_clients_at_one_time_get_the_bits_that_each_has_alone(served: Serv
     alone = [train(served.url, served.model, each, VOCABULARY) for each in clients]
     together = train_together(served.url, served.model, clients, VOCABULARY)
     assert [one.equals(two) for one, two in zip(alone, together, strict=True)] == [True] * len(clients)
+
+
+@pytest.mark.long
+@pytest.mark.shows(
+    "server: eight clients that train on their own samples at one time sample the tokens that each samples alone"
+)
+def test_eight_clients_that_sample_at_one_time_get_the_tokens_that_each_gets_alone(served: Served) -> None:
+    cookbook()
+    clients = [Client(number, rank, 8) for number, rank in enumerate((4, 16, 8, 2, 12, 6, 16, 1))]
+
+    def work(client: Client, ready: Callable[[], object] = lambda: None) -> Sampled:
+        return reinforce(served.url, served.model, client, PROMPT, ready)
+
+    alone = [work(client) for client in clients]
+    for one, two in zip(alone, at_one_time(clients, work), strict=True):
+        assert one.tokens == two.tokens
+        np.testing.assert_allclose(one.log_probs, two.log_probs, rtol=0, atol=1e-5)
+    assert len({str(each.tokens) for each in alone}) == len(clients)
 
 
 @pytest.mark.long

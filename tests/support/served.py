@@ -15,6 +15,7 @@ import uvicorn
 
 from actors.serve.app import Asked, Owner, make_app
 from actors.serve.openai import add_openai
+from actors.serve.pages import add_pages
 from actors.serve.server import Futures, Limits, ServedModel, Server
 from actors.serve.store import Store
 from actors.serve.training import Training
@@ -136,6 +137,7 @@ def _listening(server: Server) -> Iterator[str]:
     listener = socket.create_server(("127.0.0.1", 0))
     app = make_app(server)
     add_openai(app, server, Owner, Asked)
+    add_pages(app, server)
     web = uvicorn.Server(uvicorn.Config(app, log_level="error"))
     thread = threading.Thread(target=web.run, kwargs={"sockets": [listener]}, daemon=True)
     thread.start()

@@ -90,10 +90,57 @@ def train(url: str, model: str, client: Client, vocabulary: int, ready: Callable
 
 
 def train_together(url: str, model: str, clients: Sequence[Client], vocabulary: int) -> list[Trained]:
-    """All at one time: they wait for each other before their first pass."""
+    return at_one_time(clients, lambda client, ready: train(url, model, client, vocabulary, ready))
+
+
+def at_one_time[T](clients: Sequence[Client], work: Callable[[Client, Callable[[], object]], T]) -> list[T]:
+    """What each client does, in a thread of its own: they wait for each other where they call what they are given."""
     all_ready = threading.Barrier(len(clients), timeout=120)
     with ThreadPoolExecutor(len(clients)) as pool:
-        return list(pool.map(lambda client: train(url, model, client, vocabulary, all_ready.wait), clients))
+        return list(pool.map(lambda client: work(client, all_ready.wait), clients))
+
+
+@dataclass(frozen=True)
+class Sampled:
+    """Of one client: tokens and log-probs of every sample, in their order."""
+
+    tokens: Sequence[Sequence[int]]
+    log_probs: np.ndarray
+
+
+def reinforce(
+    url: str, model: str, client: Client, prompt: Sequence[int], ready: Callable[[], object] = lambda: None
+) -> Sampled:
+    """A new run of the client, each step of which trains on ``rows`` samples of the weights after the step before."""
+    from tinker import types
+
+    training = service(url).create_lora_training_client(base_model=model, rank=client.rank, seed=client.number).result()
+    adam = types.AdamParams(learning_rate=1e-3 * (1 + client.number))
+    skipped = [0.0] * (len(prompt) - 1)
+    tokens: list[list[int]] = []
+    log_probs: list[float] = []
+    ready()
+    for step in range(client.steps):
+        sampler = training.save_weights_and_get_sampling_client().result()
+        asked = types.SamplingParams(max_tokens=client.length, seed=1000 * client.number + step)
+        start = types.ModelInput.from_ints(list(prompt))
+        found = sampler.sample(start, num_samples=client.rows, sampling_params=asked).result().sequences
+        data = []
+        for number, each in enumerate(found):
+            tokens.append(list(each.tokens))
+            log_probs += each.logprobs
+            # Any reward serves that unequal samples tell apart.
+            advantage = 1.0 if number % 2 else -0.5
+            inputs = {
+                "target_tokens": [*prompt[1:], *each.tokens],
+                "logprobs": [*skipped, *each.logprobs],
+                "advantages": [*skipped, *([advantage] * len(each.tokens))],
+            }
+            whole = types.ModelInput.from_ints([*prompt, *each.tokens[:-1]])
+            data.append(types.Datum(model_input=whole, loss_fn_inputs=inputs))
+        training.forward_backward(data, "importance_sampling")
+        training.optim_step(adam).result()
+    return Sampled(tokens, np.array(log_probs, np.float32))
 
 
 def _datum(client: Client, vocabulary: int, step: int, row: int) -> Any:
