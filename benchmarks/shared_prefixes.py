@@ -4,7 +4,9 @@
 ``512x512x16`` are 16 answers of 512 tokens to a prompt of 512; ``tree`` are episodes that branch twice. Beside each ratio
 stands the one that is possible: floating-point operations without over with, as ``rl-backend plan`` counts them: layers by
 rows, scores by pairs of tokens, the head by the log-probs that are wanted. ``nothing`` is the time that is spent looking for
-beginnings in sequences that have none in common; ``shortest`` says from which length on sharing gains.
+beginnings in sequences that have none in common; ``shortest`` says from which length on sharing gains. ``routes`` samples
+groups from a mixture of experts by vLLM and compares what it sent the tokens of a prompt to in each of its answers: only
+where that is equal does a replay of these routes (R3) share.
 Each row is a process of its own, in the environment of a rank, and kept at once: about twenty minutes together.
 
     python -m benchmarks.shared_prefixes                          all rows, into results/shared_prefixes.json
@@ -31,8 +33,9 @@ from torch import Tensor
 from actors.cluster.placement import memory_environment, thread_environment
 from benchmarks.report import machine, read_result, update_result
 from benchmarks.train_speed import LEARNING_RATE, MODEL, make_model, next_token_loss
-from rl_backend.contracts import TARGET_IDS, NativeConfig, OptimizerConfig, PackedBatch, RuntimeConfig
-from rl_backend.data import plan_shared, prefixes
+from rl_backend.contracts import TARGET_IDS, NativeConfig, OptimizerConfig, PackedBatch, RuntimeConfig, TokenSequence
+from rl_backend.contracts.replay import ROUTES
+from rl_backend.data import pack, plan_shared, prefixes
 from rl_backend.lab.plan.native import measure_stage
 from rl_backend.parallel.groups import fake_rank
 from rl_backend.runtime import create_runtime
@@ -48,10 +51,27 @@ ROWS = (
     "smollm2 256x64x8",
     "dense nothing",
     "dense shortest",
+    "mixture routes",
 )
 TREE = (256, 3, 128, 3, 128)
 """Tokens of the beginning; branches, and tokens of each; those of each of these, and their tokens."""
 SHORTEST = (8, 16, 32, 64)
+MIXTURE: Mapping[str, Any] = {
+    "vocab_size": 2048,
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 32,
+    "num_experts": 32,
+    "num_experts_per_tok": 4,
+    "moe_intermediate_size": 128,
+    "norm_topk_prob": True,
+    "initializer_range": 0.06,
+}
+ROUTED = (8, 8, 500, 64)
+"""Prompts, answers to each, and tokens of a prompt and of an answer."""
 MOST_ROUNDS = 5
 RESULT = "shared_prefixes"
 
@@ -69,8 +89,18 @@ def make_deltanet(directory: Path, **changes: Any) -> Path:
     return directory
 
 
+def make_mixture(directory: Path, **changes: Any) -> Path:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    config = AutoConfig.for_model("qwen3_moe", **{**MIXTURE, "bos_token_id": None, "eos_token_id": 1, **changes})
+    AutoModelForCausalLM.from_config(config).to(torch.float32).save_pretrained(directory)
+    return directory
+
+
 MODELS: Mapping[str, Callable[..., Path]] = {
     "dense": make_model,
+    "mixture": make_mixture,
     "deltanet": make_deltanet,
     "smollm2": lambda directory, **_: smollm2(),
 }
@@ -145,6 +175,8 @@ def measure(row: str, *, seconds: float, divisor: int) -> dict[str, Any]:
         if work == "shortest":
             prefixes.SHORTEST_RUN = 1
             return _gains_of_lengths(model_dir, divisor)
+        if work == "routes":
+            return _equal_routes(model_dir, divisor)
         sequences, prompt = sequences_of(work, divisor)
         if work == "nothing":
             return _search(model_dir, sequences)
@@ -207,6 +239,58 @@ def _gains_of_lengths(model_dir: Path, divisor: int) -> dict[str, Any]:
         sequences = [torch.cat((root, drawn(generator, 64))) for pair in pairs for root in pair]
         gains[str(length)] = _compare(steps, batch_of(sequences, length), seconds=8.0)["off_over_auto"]
     return {"off_over_auto_by_length": gains}
+
+
+def _equal_routes(model_dir: Path, divisor: int) -> dict[str, Any]:
+    """Of both of vLLM's dtypes, with its prefix cache on and off: see :func:`_compare_routes`."""
+    from actors import RolloutConfig, RolloutGroup, SamplingConfig, init_local_ray
+    from actors.rollout.messages import sample_seeds
+
+    groups, answers, prompt, answer = ROUTED[0], ROUTED[1], ROUTED[2] // divisor, ROUTED[3] // divisor
+    generator = torch.Generator().manual_seed(0)
+    prompts = [torch.randint(2, MIXTURE["vocab_size"], (prompt,), generator=generator).tolist() for _ in range(groups)]
+    sampling = SamplingConfig(n=answers, max_new_tokens=answer)
+    found: dict[str, Any] = {"groups": groups, "answers": answers, "prompt_tokens": prompt, "answer_tokens": answer}
+    init_local_ray(include_dashboard=False, log_to_driver=False)
+    for dtype in ("bfloat16", "float32"):
+        for caches in (True, False):
+            config = RolloutConfig(
+                model_path=str(model_dir),
+                device="cpu",
+                dtype=dtype,
+                max_model_len=1024,
+                prefix_caching=caches,
+                return_routed_experts=True,
+                engine_args={"block_size": 32},
+            )
+            with RolloutGroup(config) as rollout:
+                samples = rollout.generate(prompts, sampling, seeds=sample_seeds(0, 0, groups, answers))
+            made = [
+                sample.with_routes(TokenSequence.from_prompt_and_response(sample.prompt_ids, sample.response_ids))
+                for sample in samples
+            ]
+            found[f"{dtype}_cache_{'on' if caches else 'off'}"] = _compare_routes(made, answers, prompt)
+    return found
+
+
+def _compare_routes(sequences: Sequence[TokenSequence], answers: int, prompt: int) -> dict[str, float]:
+    """Fractions: of prompt tokens, those with equal experts in all answers of a group; of all tokens, those computed where
+    routes are replayed, and where they are not.
+    """
+    equal = 0
+    for start in range(0, len(sequences), answers):
+        routes = torch.stack([each.token_fields[ROUTES][:prompt] for each in sequences[start : start + answers]])
+        equal += int((routes == routes[0]).flatten(2).all(-1).all(0).sum())
+    batch = pack(sequences)
+    computed = {}
+    for replays in (True, False):
+        tree = prefixes.shared_prefixes(batch, replays=replays)
+        computed[replays] = (batch.num_tokens if tree is None else tree.num_rows) / batch.num_tokens
+    return {
+        "equal_prompt_tokens": equal / (prompt * len(sequences) // answers),
+        "computed": computed[True],
+        "computed_without_replay": computed[False],
+    }
 
 
 def in_a_process(row: str, arguments: argparse.Namespace) -> dict[str, Any]:
