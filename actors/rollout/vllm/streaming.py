@@ -98,6 +98,8 @@ class _Checked:
 
 
 class CheckedNcclWeightTransferEngine(_Checked, NCCLWeightTransferEngine):
+    model_update_group: Any
+
     def shutdown(self) -> None:
         # vLLM 0.30 drops the communicator, and NCCL keeps its memory of the GPU; 0.32 destroys it.
         group, self.model_update_group = self.model_update_group, None
