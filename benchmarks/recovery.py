@@ -67,7 +67,7 @@ ENDING: Mapping[str, tuple[Kind, ...]] = {
 """Places that are no processes which a run replaces, and what is done to each."""
 
 MOST_FAULTS = 3
-RUN_SECONDS, END_SECONDS, START_SECONDS = 280.0, 30.0, 20.0
+RUN_SECONDS, END_SECONDS, START_SECONDS = 600.0, 30.0, 20.0
 # Of a driver that is stopped: longer than anybody waits who takes a stopped process for dead.
 PAUSE_SECONDS = 12.0
 DISK, SHARED_MEMORY = "160m", "2g"
