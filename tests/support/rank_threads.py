@@ -30,10 +30,13 @@ def run_ranks[R](function: Callable[[dist.ProcessGroup], R], size: int = 2) -> l
     ``dist.get_world_size`` and ``dist.new_group``, which only its own ranks call, answer for the thread's rank.
     """
     store = HashStore()
+    # Until all have ended: one that is done would close the connections of another that still opens its own.
+    groups: list[dist.ProcessGroup] = []
 
     def run(rank: int) -> R:
         _here.rank, _here.size, _here.store, _here.opened = rank, size, store, 0
         group = open_group(store, "all", rank, size)
+        groups.append(group)
         known = dist.distributed_c10d._world.pg_group_ranks
         known[group] = {each: each for each in range(size)}
         try:

@@ -102,9 +102,9 @@ def test_a_push_is_sent_when_what_trains_has_been_computed(monkeypatch: pytest.M
     order: list[str] = []
     stream = SimpleNamespace(synchronize=lambda: order.append("computed"))
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream)
-    engine = SimpleNamespace(source=SimpleNamespace(plan=None, checksums={"a": torch.tensor(3)}))
-    engine.send_weights = lambda: order.append("sent")
-    context: Any = SimpleNamespace(state={"key": engine})
+    source: Any = SimpleNamespace(plan=None, checksums={"a": torch.tensor(3)})
+    engine = SimpleNamespace(send_weights=lambda: order.append("sent"))
+    context: Any = SimpleNamespace(state={"key": gpu_transports.Stream(engine, source)})
     assert gpu_transports.send_stream(context, plan("0")) == {"a": 3}
     assert order == ["computed", "sent"]
 
