@@ -10,6 +10,7 @@ last checkpoint on the server; remove ``logs`` to begin again. The packages come
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import os
 import random
@@ -173,11 +174,14 @@ def recipe_part(name: str, runs: int, steps: int | None) -> Callable[[str, Path]
             changed = {"load_checkpoint_path": imitation(url, _other_model(name), folder / "imitation.txt")}
         else:
             warm_start = json.loads((folder / "names.json").read_text("utf-8"))
+        options = {"learning_rate": _LEARNING_RATE, **RECIPES[name]["options"]}
+        # A recipe goes on from the log that it finds, which must not be one of other options.
+        kind = hashlib.sha256(json.dumps(options, sort_keys=True).encode()).hexdigest()[:8]
         for run in range(runs):
-            rows = run_recipe(name, url, folder, folder / "logs" / f"{name}-{run}", steps or STEPS[name], changed)
+            log = folder / "logs" / f"{name}-{kind}-{run}"
+            rows = run_recipe(name, url, folder, log, steps or STEPS[name], changed)
             found.append(learned(name, rows))
             print(name, json.dumps(found[-1]), flush=True)
-        options = {"learning_rate": _LEARNING_RATE, **RECIPES[name]["options"]}
         return {"options": options, "warm_start": warm_start, "runs": found}
 
     return measure
