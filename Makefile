@@ -19,7 +19,7 @@ help:
 	@echo 'make check                     lint, types, import contracts and the unit tests without heavy imports (minutes)'
 	@echo 'make test                      lint, types, import contracts and tests (ARGS="..." goes to pytest)'
 	@echo 'make test-all                  the same with every case and long proof; writes benchmarks/results/matrix.json'
-	@echo 'make test-next                 what of the suite runs with the next versions, in .venv-next (make setup PINS=next)'
+	@echo 'make test-next                 some tests with newer versions, in .venv-next (make setup PINS=next)'
 	@echo 'make mutate                    put deliberate faults into a copy, one by one, and print those that no test notices'
 	@echo 'make bench NAME=train_speed    run one benchmark; without NAME, list them (ARGS="...")'
 	@echo 'make libraries                 install other libraries and a pretrained model beside .venv, for the tests that use them'

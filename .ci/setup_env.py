@@ -71,11 +71,12 @@ def main_of_one() -> int:
 
 
 def set_up() -> None:
+    kind = device_kind()
+    if problem := problem_of_pins(kind):
+        raise SetupError(problem)
     if is_ready():
         return
     check_platform()
-    kind = device_kind()
-    check_pins(kind)
     started = time.monotonic()
     print(
         f"Setting up {VENV.relative_to(ROOT)} for {'an NVIDIA GPU' if kind == 'gpu' else 'CPU only'}; "
@@ -108,10 +109,9 @@ def set_up() -> None:
 
 def is_ready() -> bool:
     """Whether .venv was finished for these very inputs, on this path, for this kind of machine."""
-    state = read_state()
-    return (
-        state.get("finished") is True and state.get("key") == key(str(state.get("kind"))) and state["kind"] == device_kind()
-    )
+    state, kind = read_state(), device_kind()
+    finished = state.get("finished") is True and state.get("key") == key(str(state.get("kind"))) and state["kind"] == kind
+    return finished and problem_of_pins(kind) is None
 
 
 def key(kind: str) -> str:
@@ -165,12 +165,13 @@ def check_platform() -> None:
         )
 
 
-def check_pins(kind: str) -> None:
+def problem_of_pins(kind: str) -> str | None:
     named = os.environ.get("PINS", "")
     if named and not (PINS / named).is_dir():
-        raise SetupError(f"PINS={named} is not known. Use one of {', '.join(sorted(each.name for each in PINS.iterdir()))}.")
+        return f"PINS={named} is not known. Use one of {', '.join(sorted(each.name for each in PINS.iterdir()))}."
     if named and kind == "gpu":
-        raise SetupError(f"PINS={named} has versions for machines without a GPU only. Set DEVICE=cpu to try them here.")
+        return f"PINS={named} has versions for machines without a GPU only. Set DEVICE=cpu to try them here."
+    return None
 
 
 def why_start_afresh(kind: str) -> str | None:
@@ -296,7 +297,7 @@ def differing(pins: dict[str, str]) -> dict[str, str]:
 
 def not_pinned(pins: dict[str, str]) -> list[str]:
     """What came from .venv and must not stay; in .venv itself, what someone has added is left alone."""
-    return sorted(installed().keys() - pins.keys() - {"pip"}) if LOCK else []
+    return sorted(installed().keys() - pins.keys() - {"pip", "rl-backend"}) if LOCK else []
 
 
 def installed() -> dict[str, str]:

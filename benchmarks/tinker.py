@@ -111,7 +111,7 @@ def run_recipe(
 ) -> list[dict[str, Any]]:
     """The metrics that a recipe writes, a mapping for each step. ``changed`` goes before the options of the table."""
     recipe = RECIPES[name]
-    model = str(recipe["model"]()) if "model" in recipe else NAME
+    model = _other_model(name) if "model" in recipe else NAME
     options = {"model_name": model, "max_steps": steps, "log_path": log, "learning_rate": _LEARNING_RATE}
     options |= {} if name == "guess_number" else {"lora_rank": _RANK}
     environment = {
@@ -133,6 +133,11 @@ def run_recipe(
     if done.returncode:
         raise SystemExit(f"{' '.join(command)}\n{done.stdout[-4000:]}{done.stderr[-4000:]}")
     return [json.loads(line) for line in (log / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+
+
+def _other_model(name: str) -> str:
+    """The path of a recipe's own model, as its server calls it."""
+    return str(RECIPES[name]["model"]().resolve())
 
 
 def learned(name: str, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -159,7 +164,7 @@ def recipe_part(name: str, runs: int, steps: int | None) -> Callable[[str, Path]
         found, changed = [], {}
         if "model" in RECIPES[name]:
             warm_start = {"imitated_steps": IMITATED, "conversations_a_step": _IMITATED_ROWS}
-            changed = {"load_checkpoint_path": imitation(url, str(RECIPES[name]["model"]()), folder / "imitation.txt")}
+            changed = {"load_checkpoint_path": imitation(url, _other_model(name), folder / "imitation.txt")}
         else:
             warm_start = json.loads((folder / "names.json").read_text("utf-8"))
         for run in range(runs):

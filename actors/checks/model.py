@@ -122,7 +122,7 @@ def find_tokenizer(config: RunConfig) -> str:
     differs = disagreement_of_ends(config.model, tokenizer, config.data)
     end = f"a text ends with {tokenizer.eos_token} ({tokenizer.eos_token_id})"
     found = f"{len(tokenizer)} tokens, {template} chat template, {end}"
-    return f"WARNING {found}, {differs}" if differs else found
+    return f"warning: {found}, {differs}" if differs else found
 
 
 def runtime_of(config: RunConfig, model: RunModel) -> RuntimeConfig:

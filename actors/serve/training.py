@@ -764,8 +764,10 @@ class Training:
             self._fail_waiting(run)
         self._answer()
         for reading in readings:
-            if not reading.answer.done():
-                reading.answer.set_exception(error)
+            answer = reading.answer
+            # Whoever asked may go at any moment, until it is running.
+            if answer.running() or (not answer.done() and answer.set_running_or_notify_cancel()):
+                answer.set_exception(error)
 
 
 def adam_of(asked: Mapping[str, Any]) -> AdamParams:

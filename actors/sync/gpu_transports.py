@@ -293,6 +293,8 @@ def end_group(engine: Any) -> None:
     # It would else keep memory of the GPU until its process ends.
     group = getattr(engine, "model_update_group", None)
     if group is not None:
+        # vLLM 0.32 would destroy it again.
+        engine.model_update_group = None
         group.destroy()
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import GlmMoeDsaConfig, GlmMoeDsaForCausalLM
 from transformers.models.glm_moe_dsa import modeling_glm_moe_dsa
+from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 TOP_K = 6
 KINDS = {"glm_moe_dsa": ["full", "shared", "full", "shared"], "deepseek_v32": ["full"] * 4}
@@ -36,7 +37,8 @@ def write_sparse(path: Path, model_type: str, *, mtp: bool = False, **changes: A
         "kv_lora_rank": 24, "q_lora_rank": 20, "qk_rope_head_dim": 8, "qk_nope_head_dim": 12, "v_head_dim": 16,
         "index_topk": TOP_K, "index_head_dim": 16, "index_n_heads": 16, "rms_norm_eps": 1e-6, "max_position_embeddings": 512,
         "rope_parameters": {"rope_type": "default", "rope_theta": 100.0}, "bos_token_id": None, "eos_token_id": 1,
-        "num_hidden_layers": layers, "mlp_layer_types": ["dense"] + ["sparse"] * (layers - 1), "indexer_types": kinds,
+        "num_hidden_layers": layers, "mlp_layer_types": ["dense"] + ["sparse"] * (layers - 1), "first_k_dense_replace": 1,
+        "indexer_types": kinds,
         **changes,
     }  # fmt: skip
     torch.manual_seed(3)
@@ -58,7 +60,8 @@ def write_sparse(path: Path, model_type: str, *, mtp: bool = False, **changes: A
         tensors |= _mtp_tensors(tensors, layers, sizes["hidden_size"])
         config["num_nextn_predict_layers"] = 1
     if model_type == "deepseek_v32":
-        config = {name: value for name, value in config.items() if name not in ("indexer_types", "mlp_layer_types")}
+        left_out = ("indexer_types", "mlp_layer_types", "layer_types")
+        config = {name: value for name, value in config.items() if name not in left_out}
         config |= {"model_type": model_type, "architectures": ["DeepseekV32ForCausalLM"], "first_k_dense_replace": 1}
         config |= {"topk_method": "noaux_tc", "scoring_func": "sigmoid"}
     save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
@@ -101,7 +104,11 @@ def as_glm(config: Mapping[str, Any]) -> dict[str, Any]:
 
 @contextmanager
 def corrected_rotations(model_type: str) -> Iterator[None]:
-    """transformers' GLM-5 rotates as released models of ``model_type`` do."""
+    """transformers' GLM-5 rotates as released models of ``model_type`` do, as newer releases do themselves for GLM-5."""
+    if hasattr(modeling_glm_moe_dsa, "apply_rotary_pos_emb_interleave"):
+        with indexers_that_rotate_halves(modeling_glm_moe_dsa) if model_type == "deepseek_v32" else nullcontext():
+            yield
+        return
     original = modeling_glm_moe_dsa.apply_rotary_pos_emb
 
     def rotate(x: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> Tensor:
@@ -115,6 +122,21 @@ def corrected_rotations(model_type: str) -> Iterator[None]:
         yield
     finally:
         modeling_glm_moe_dsa.apply_rotary_pos_emb = original
+
+
+@contextmanager
+def indexers_that_rotate_halves(modeling: Any) -> Iterator[None]:
+    original = modeling.apply_rotary_pos_emb_interleave
+
+    def rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> tuple[Tensor, Tensor]:
+        of_indexer = unsqueeze_dim == 2
+        return (apply_rotary_pos_emb if of_indexer else original)(q, k, cos, sin, unsqueeze_dim=unsqueeze_dim)
+
+    modeling.apply_rotary_pos_emb_interleave = rotate
+    try:
+        yield
+    finally:
+        modeling.apply_rotary_pos_emb_interleave = original
 
 
 def reference_log_probs(model: nn.Module, sequences: Sequence[Tensor]) -> list[Tensor]:

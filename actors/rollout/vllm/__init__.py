@@ -1,11 +1,11 @@
-"""What runs inside vLLM's process. The patches of vLLM 0.30, and what happens without each:
+"""What runs inside vLLM's process. The patches of vLLM 0.30 to 0.32, and what happens without each:
 
 patches.py   packing_experts_again            CPU   kernels keep experts packed at the start: a push does not reach them
              packing_embeddings_again         CPU   a tied lm_head keeps its own packed copy of the embedding
              rotate_views_outside_the_kernel  CPU   latent attention's rotary views of 3 dimensions are read as 2
              route_by_sigmoid_without_groups  CPU   routers score by sigmoid only for experts in groups
              turn_generators_back             CPU   a seeded prompt that is computed in pieces ends the engine
-             draw_one_number_for_a_token      CPU   each token of a seeded request draws a number for every word it could be
+             draw_one_number_for_a_token      CPU   0.30 draws a number for every word for each token of a seeded request
              multiply_adapters_once_...       CPU   every token gets a copy of its adapter: sampling takes 3 times as long
              keep_adapters_from_experts       CPU   with adapters on, experts get Triton kernels, which a CPU lacks
              name_weight_loaders              all   an update asks loaders for a name that partial functions lack

@@ -192,9 +192,10 @@ def _generators_of_pieces(runner: Any) -> dict[int, torch.Generator]:
 
 def draw_one_number_for_a_token() -> None:
     """From now on a CPU samples a token by one number of its request's generator, where a request has a seed."""
-    if not current_platform.is_cpu():
+    # vLLM 0.32 does so itself, with a kernel.
+    if not current_platform.is_cpu() or hasattr(torch.ops._C, "fused_gumbel_argmax"):
         return
-    # vLLM draws a number for every token of the vocabulary, which takes as long as the model where the model is small.
+    # vLLM 0.30 draws a number for every token of the vocabulary, which takes as long as the model where the model is small.
     forward: Callable[..., tuple[Tensor, Tensor | None]] = TopKTopPSampler.forward_cpu
 
     @wraps(forward)

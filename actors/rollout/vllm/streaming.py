@@ -98,10 +98,13 @@ class _Checked:
 
 
 class CheckedNcclWeightTransferEngine(_Checked, NCCLWeightTransferEngine):
+    model_update_group: Any
+
     def shutdown(self) -> None:
-        # vLLM drops the communicator, and NCCL keeps its memory of the GPU.
-        if self.model_update_group is not None:
-            self.model_update_group.destroy()
+        # vLLM 0.30 drops the communicator, and NCCL keeps its memory of the GPU; 0.32 destroys it.
+        group, self.model_update_group = self.model_update_group, None
+        if group is not None:
+            group.destroy()
         super().shutdown()
 
 

@@ -51,8 +51,8 @@ def glm4_moe_lite(config: HFConfig) -> DecoderSpec:
     return latent_decoder(config, LatentDefaults(groups=(1, 1), dense=1, scale=1.8, eps=1e-5, query_rank=768))
 
 
-def latent_decoder(config: HFConfig, defaults: LatentDefaults) -> DecoderSpec:
-    """A decoder of latent attention and, behind ``first_k_dense_replace`` layers, mixtures."""
+def latent_decoder(config: HFConfig, defaults: LatentDefaults, *layer_types: str) -> DecoderSpec:
+    """A decoder of latent attention, by these names too, and, behind ``first_k_dense_replace`` layers, mixtures."""
     config.require({"mlp_bias": (False,)})
     heads, rotated = config.positive_int("num_attention_heads"), config.positive_int("qk_rope_head_dim", 64)
     mixture = read_sigmoid_mixture(config, default_groups=defaults.groups, default_scale=defaults.scale)
@@ -64,7 +64,7 @@ def latent_decoder(config: HFConfig, defaults: LatentDefaults) -> DecoderSpec:
     decoder = read_decoder(
         # What is rotated is all that is read of a head.
         HFConfig({**config.fields, "head_dim": rotated}, config.family),
-        full_attention(config),
+        full_attention(config, *layer_types),
         after_dense_layers(config, mixture, default_dense=defaults.dense),
         norm=NormSpec(config.positive_float("rms_norm_eps", defaults.eps)),
         default_theta=10000.0,
@@ -106,17 +106,21 @@ def _temperature(config: HFConfig, rotary: Rotary) -> float:
 
 # What a layer calls its indexer.
 INDEXER = "indexer"
+# Names of every layer in ``layer_types``, which older releases of transformers leave out.
+_SPARSE_LAYERS = ("indexed_attention", "deepseek_sparse_attention")
 
 
 def deepseek_v32(config: HFConfig) -> DecoderSpec:
     """DeepSeek-V3.2 (arXiv 2512.02556): an indexer in every layer, which rotates halves; attention rotates neighbours."""
-    decoder = latent_decoder(config, LatentDefaults(groups=(8, 4), dense=3, scale=2.5, eps=1e-6, query_rank=1536))
+    defaults = LatentDefaults(groups=(8, 4), dense=3, scale=2.5, eps=1e-6, query_rank=1536)
+    decoder = latent_decoder(config, defaults, *_SPARSE_LAYERS)
     return _sparse(config, decoder, ["full"] * decoder.num_layers, default_heads=64, default_interleaved=False)
 
 
 def glm_moe_dsa(config: HFConfig) -> DecoderSpec:
     """GLM-5, 5.1 and 5.2 (arXiv 2602.15763): layers that ``indexer_types`` calls shared follow the one before."""
-    decoder = latent_decoder(config, LatentDefaults(groups=(1, 1), dense=3, scale=2.5, eps=1e-5, query_rank=2048))
+    defaults = LatentDefaults(groups=(1, 1), dense=3, scale=2.5, eps=1e-5, query_rank=2048)
+    decoder = latent_decoder(config, defaults, *_SPARSE_LAYERS)
     kinds = _indexer_types(config, decoder.num_layers)
     return _sparse(config, decoder, kinds, default_heads=32, default_interleaved=True)
 

@@ -126,10 +126,10 @@ def read_router(config: HFConfig, *, normalise: bool) -> RouterSettings:
     return RouterSettings(num_experts, top_k, normalise=normalise)
 
 
-def full_attention(config: HFConfig) -> tuple[None, ...]:
-    """Windows of a family without sliding windows; fields that ask for them are refused."""
+def full_attention(config: HFConfig, *other_names: str) -> tuple[None, ...]:
+    """Windows of a family without sliding windows, with other names of its layers; fields that ask for them are refused."""
     config.require({"sliding_window": (), "use_sliding_window": (False,)})
-    read_layer_types(config, {"full_attention"})
+    read_layer_types(config, {"full_attention", *other_names})
     return (None,) * config.positive_int("num_hidden_layers")
 
 

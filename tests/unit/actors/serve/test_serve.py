@@ -8,6 +8,7 @@ import itertools
 import math
 import re
 import threading
+from concurrent.futures import Future
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -513,6 +514,19 @@ def test_a_port_that_does_not_exist_is_refused_by_name(tmp_path: Path, capsys: p
 def test_the_port_of_a_server_that_still_starts_is_taken() -> None:
     with command._listening("127.0.0.1", 0) as listener, pytest.raises(ConfigError, match="choose another"):
         command._listening(*listener.getsockname()).__enter__()
+
+
+def test_a_reader_who_leaves_as_training_ends_leaves_others_their_error() -> None:
+    class Leaves(Future[Any]):
+        def done(self) -> bool:
+            return not self.cancel()
+
+    lost, leaves, stays, runs = EngineDeadError("lost"), Leaves(), Future[Any](), Future[Any]()
+    runs.set_running_or_notify_cancel()
+    readings: Any = [SimpleNamespace(answer=answer) for answer in (leaves, stays, runs)]
+    training: Any = SimpleNamespace(_changed=threading.Condition(), _runs={}, _readings=[], _answer=lambda: None)
+    Training._lose(training, lost, readings)
+    assert leaves.cancelled() and stays.exception(0) is lost and runs.exception(0) is lost
 
 
 @pytest.mark.parametrize("name", ["disk_gib", "requests_per_second"])

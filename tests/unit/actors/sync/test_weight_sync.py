@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -392,7 +392,8 @@ def test_a_rank_opens_its_side_of_the_transfer_in_place_of_the_one_before(
     monkeypatch.setattr("ray.util.get_node_ip_address", lambda: "10.0.0.9")
     monkeypatch.setattr(gpu_transports, "with_free_port", lambda host, make: ended.append(host) or make(7777))
     old = SimpleNamespace(model_update_group=None, shutdown=lambda: ended.append("old"))
-    context: Any = SimpleNamespace(state={"key": old}, rank=3)
+    before: Any = None
+    context: Any = SimpleNamespace(state={"key": gpu_transports.Stream(old, before)}, rank=3)
     client = EngineClient(kind, ["a", "b", "c"], workers=2)
     plan = PushPlan("key", None, "float32", byte_budget, 4, INFOS, "node", "host")
     gpu_transports.open_stream(context, plan, client)
@@ -413,7 +414,7 @@ def test_a_rank_sends_the_plan_of_this_push_and_answers_with_its_checksums(monke
     stream = SimpleNamespace(synchronize=lambda: done.append("synchronize"))
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream)
     source = SimpleNamespace(plan="of the push before", checksums={"a": torch.tensor(7), "b": torch.tensor(-1)})
-    engine = SimpleNamespace(source=source, send_weights=lambda: done.append(f"send {source.plan.version}"))
-    context: Any = SimpleNamespace(state={"key": engine})
+    engine, exported = SimpleNamespace(send_weights=lambda: done.append(f"send {source.plan.version}")), cast(Any, source)
+    context: Any = SimpleNamespace(state={"key": gpu_transports.Stream(engine, exported)})
     assert gpu_transports.send_stream(context, PLAN) == {"a": 7, "b": -1}
     assert done == ["synchronize", "send 4"]

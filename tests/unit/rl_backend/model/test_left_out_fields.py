@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -101,6 +102,9 @@ def test_a_field_left_out_is_what_transformers_fills_in(kind: str) -> None:
             expected = None if whole is None else parse(whole)
             if expected is None:
                 continue
+            if path[-1] == "num_nextn_predict_layers" and not isinstance(expected, str):
+                # Newer releases fill in one layer, whether or not there are weights of it.
+                expected = replace(expected, mtp=None)
             if isinstance(expected, str):
                 assert isinstance(found, str) or (path[-1] == "num_key_value_heads" and kind in KEY_HEADS), path
             else:

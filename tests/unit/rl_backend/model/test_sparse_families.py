@@ -82,6 +82,22 @@ def test_norms_of_latents_have_the_epsilon_that_transformers_gives_them(tmp_path
         torch.testing.assert_close(one, other, atol=1e-5, rtol=0)
 
 
+def test_layers_may_have_the_names_that_newer_transformers_gives_them(model: Path) -> None:
+    fields = {name: value for name, value in read_hf_config(model).items() if name != "layer_types"}
+
+    def parse(**changes: Any) -> Any:
+        changed = {**fields, **changes}
+        return find_model("auto", changed).parse_config(changed)
+
+    for name in ("indexed_attention", "deepseek_sparse_attention", "full_attention"):
+        assert parse(layer_types=[name] * 4) == parse()
+    for other in ({"layer_types": ["sliding_attention"] * 4}, {"layer_types": ["indexed_attention"] * 3}):
+        with pytest.raises(UnsupportedError, match="layer_types="):
+            parse(**other)
+    with pytest.raises(UnsupportedError, match="only 'full_attention' is implemented here"):
+        parse(layer_types=["indexed_attention"] * 4, model_type="deepseek_v3")
+
+
 @pytest.mark.shows("sparse attention: a model whose k covers the sequence equals the dense model without indexers")
 def test_it_is_the_dense_model_where_k_covers_the_sequence(tmp_path: Path) -> None:
     sparse = write_sparse(tmp_path / "sparse", "deepseek_v32", index_topk=max(LENGTHS))

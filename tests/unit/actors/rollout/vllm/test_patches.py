@@ -245,7 +245,8 @@ def test_a_seeded_token_takes_one_number_and_not_one_for_every_word(monkeypatch:
     sampler: Any = SimpleNamespace(logprobs_mode="processed_logprobs", use_fp64_gumbel=False)
     with Draws() as draws:
         vllms(sampler, logits.clone(), generators([4, 5, 6]), None, None)
-    assert draws.exponential >= rows * words, "vLLM draws fewer numbers now: this patch can go"
+    needed = draws.exponential >= rows * words
+    assert needed == (TopKTopPSampler.forward_cpu is not vllms), "it changes nothing where vLLM draws as few itself"
     with Draws() as draws:
         tokens, log_probs = TopKTopPSampler.forward_cpu(sampler, logits.clone(), generators([4, 5, 6]), None, None)
     assert draws.exponential == 0

@@ -189,9 +189,9 @@ def test_a_quiet_build_changes_no_logger_and_hides_what_it_prints(capsys: pytest
     assert capsys.readouterr().out == ""
 
 
-def test_transformer_engine_can_be_subclassed_and_never_made_where_it_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_megatron_imports_in_vain_can_be_subclassed_and_never_made(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(installed.importlib.util, "find_spec", lambda name: None)
-    for name in installed.NAMES:
+    for name in (*installed.NAMES, installed.REMOVED):
         monkeypatch.delitem(sys.modules, name, raising=False)
 
     @installed.placeholders()
@@ -201,15 +201,19 @@ def test_transformer_engine_can_be_subclassed_and_never_made_where_it_is_missing
         assert engine.pytorch.ops is sys.modules["transformer_engine.pytorch.ops"]
         linear = engine.pytorch.Linear
         assert issubclass(linear, torch.nn.Module) and engine.pytorch.Linear is linear
-        with pytest.raises(ModuleNotFoundError, match=r"^Linear needs Transformer Engine, which is not installed$"):
+        with pytest.raises(ModuleNotFoundError, match=r"^Linear needs transformer_engine, which is not installed$"):
             linear(1, 2)
+        masks: Any = sys.modules[installed.REMOVED]
+        with pytest.raises(ModuleNotFoundError, match=r"^_mask needs transformers\.modeling_attn_mask_utils, which"):
+            masks._mask()
         with pytest.raises(AttributeError):
             _ = engine.pytorch.attention
         raise KeyError
 
     with pytest.raises(KeyError):
         load()
-    assert not any(name in sys.modules for name in installed.NAMES) and not installed.has_transformer_engine()
+    assert not any(name in sys.modules for name in (*installed.NAMES, installed.REMOVED))
+    assert not installed.has_transformer_engine()
     monkeypatch.setattr(installed.importlib.util, "find_spec", lambda name: name)
     with installed.placeholders():
         assert "transformer_engine" not in sys.modules and installed.has_transformer_engine()
