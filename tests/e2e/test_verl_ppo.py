@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pyarrow.parquet
 import pytest
 import torch
 
@@ -137,6 +138,36 @@ def test_ppo_trains_adapters_of_actor_and_critic(options: dict[str, Any], tmp_pa
     assert found[2]["critic/values/max"] > found[2]["critic/values/min"]
     for role in ("actor", "critic"):
         assert (tmp_path / f"checkpoints/global_step_2/{role}/lora_adapter/adapter_config.json").is_file()
+
+
+WHOLE = " ".join(f"+actor_rollout_ref.{role}.megatron.backend_options.share_prefixes=off" for role in ("actor", "ref"))
+GROUPER = "actor_rollout_ref.actor.use_prefix_grouper=True +actor_rollout_ref.ref.megatron.use_prefix_grouper=True"
+COMPARED = ("actor/grad_norm", "actor/loss", "actor/kl_loss", "actor/entropy")
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1200)  # two runs
+@pytest.mark.shows("verl: main_ppo with actor.use_prefix_grouper takes the steps of whole sequences, on the same samples")
+def test_grpo_with_groups_computed_once_takes_the_steps_of_whole_sequences(options: dict[str, Any], tmp_path: Path) -> None:
+    # Prompts of 46 tokens, of which all have the first 40.
+    rows = pyarrow.parquet.read_table(options["train_files"]).to_pylist()
+    for row in rows:
+        row["prompt"][0]["content"] = "10+20=03" * 5 + row["prompt"][0]["content"]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "train.parquet")
+    changed = {"train_files": str(tmp_path / "train.parquet"), "max_prompt_tokens": 48, "max_tokens_per_rank": 500}
+    # verl's sampling has no seed for a request: the second run is given the samples of the first.
+    samples = f"skip.rollout_tq.enable=True skip.rollout_tq.dump_dir={tmp_path / 'samples'} skip.rollout_tq.steps=[1,2]"
+    runs = []
+    for name, how in (("whole", WHOLE), ("groups", GROUPER)):
+        given = {"run_dir": str(tmp_path / name), "kl_coef": 0.1, "overrides": f"{QUICK} {samples} {how}"}
+        runs.append(run_trainer(train, RLOptions(**{**options, **changed}, backend="native", **given)))
+        check_kl(runs[-1])
+    whole, groups = runs
+    for step in (1, 2):
+        for metric in COMPARED:
+            assert groups[step][metric] == pytest.approx(whole[step][metric], rel=1e-4, abs=1e-6), (step, metric)
+        assert "actor/shared_prefixes/computed_fraction" not in whole[step]
+        assert groups[step]["actor/shared_prefixes/computed_fraction"] < 0.4
 
 
 @pytest.mark.long
