@@ -92,7 +92,7 @@ RECIPES["math_rl_smollm2"] = {
     },
     "model": smollm2,
 }
-STEPS = {"math_rl": 30, "math_rl_shuffled": 30, "math_rl_smollm2": 10, "sl_loop": 12, "rl_loop": 25, "guess_number": 8}
+STEPS = {"math_rl": 30, "math_rl_shuffled": 30, "math_rl_smollm2": 12, "sl_loop": 12, "rl_loop": 25, "guess_number": 8}
 IMITATED, _IMITATED_ROWS = 20, 8
 """Steps, and conversations in each, of the warm start of a model that the folder does not have."""
 RANKS = (4, 8, 16, 24, 32, 40, 48, 64)
