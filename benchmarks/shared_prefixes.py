@@ -77,23 +77,22 @@ RESULT = "shared_prefixes"
 
 
 def make_deltanet(directory: Path, **changes: Any) -> Path:
-    from transformers import AutoConfig, AutoModelForCausalLM
-
     fields: dict[str, Any] = {f"linear_{name}": 8 for name in ("num_key_heads", "num_value_heads")}
     fields |= {f"linear_{name}": 64 for name in ("key_head_dim", "value_head_dim")}
     rotary = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.25}
     fields |= {"bos_token_id": None, "eos_token_id": 1, "pad_token_id": None}
-    torch.manual_seed(0)
-    config = AutoConfig.for_model("qwen3_5_text", **{**MODEL, **fields, "rope_parameters": rotary, **changes})
-    AutoModelForCausalLM.from_config(config).to(torch.float32).save_pretrained(directory)
-    return directory
+    return _write(directory, "qwen3_5_text", {**MODEL, **fields, "rope_parameters": rotary, **changes})
 
 
 def make_mixture(directory: Path, **changes: Any) -> Path:
+    return _write(directory, "qwen3_moe", {**MIXTURE, "bos_token_id": None, "eos_token_id": 1, **changes})
+
+
+def _write(directory: Path, model_type: str, fields: Mapping[str, Any]) -> Path:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(0)
-    config = AutoConfig.for_model("qwen3_moe", **{**MIXTURE, "bos_token_id": None, "eos_token_id": 1, **changes})
+    config = AutoConfig.for_model(model_type, **fields)
     AutoModelForCausalLM.from_config(config).to(torch.float32).save_pretrained(directory)
     return directory
 

@@ -133,18 +133,16 @@ def runtime_of(config: RunConfig, model: RunModel) -> RuntimeConfig:
 def _require_positions(config: SampledConfig, model: RunModel, positions: int) -> None:
     name, longest, response = type(config).__name__, config.longest_sequence, config.sampling.max_new_tokens
     has = f"{model.path} has {positions} positions for prompt and response together"
-    wrong: tuple[str, int, str] | None = None
     if isinstance(config, EpisodeConfig) and longest > positions:
-        wrong = f"{name}.max_episode_tokens", longest, f"{has}; use at most {positions}"
-    elif response >= positions:
-        wrong = f"{name}.max_response_tokens", response, f"{has}; use at most {positions - 1}"
-    elif longest > positions:
-        room = f"use at most {positions - response}, or fewer response tokens"
-        wrong = f"{name}.max_prompt_tokens", config.max_prompt_tokens, f"{has}, and max_response_tokens={response}; {room}"
-    elif config.rollout.max_model_len > positions:
-        wrong = "RolloutConfig.max_model_len", config.rollout.max_model_len, more_than(model.path, positions)
-    if wrong is not None:
-        raise ConfigError.of(*wrong)
+        raise ConfigError.of(f"{name}.max_episode_tokens", longest, f"{has}; use at most {positions}")
+    if response >= positions:
+        raise ConfigError.of(f"{name}.max_response_tokens", response, f"{has}; use at most {positions - 1}")
+    if longest > positions:
+        problem = f"{has}, and max_response_tokens={response}; use at most {positions - response}, or fewer response tokens"
+        raise ConfigError.of(f"{name}.max_prompt_tokens", config.max_prompt_tokens, problem)
+    if config.rollout.max_model_len > positions:
+        problem = more_than(model.path, positions)
+        raise ConfigError.of("RolloutConfig.max_model_len", config.rollout.max_model_len, problem)
 
 
 @contextmanager

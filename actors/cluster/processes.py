@@ -50,8 +50,10 @@ def descendants() -> set[Process]:
     """The processes that this one has started, and those that they have."""
     parents = {}
     for folder in filter(str.isdigit, os.listdir("/proc")):
-        if fields := _stat(int(folder)):
-            parents[Process(int(folder), fields[_START])] = int(fields[_PARENT])
+        # Where /proc hides other users' processes: those that this one has started are its own user's.
+        with suppress(PermissionError):
+            if fields := _stat(int(folder)):
+                parents[Process(int(folder), fields[_START])] = int(fields[_PARENT])
     found, new = set[Process](), {os.getpid()}
     while new:
         children = {process for process, parent in parents.items() if parent in new} - found

@@ -85,20 +85,23 @@ def _of_models(server: Server) -> list[tuple[str, ...]]:
     def row(what: str, of: Callable[[ServedModel], str]) -> tuple[str, ...]:
         return what, *(of(model) for model in models)
 
+    def counts(what: str, metric: str) -> tuple[str, ...]:
+        return row(what, lambda model: f"{_OF_MODEL[metric][2](model):,.0f}")
+
     return [
         row("training", lambda model: "ended" if model.training.failed else "works"),
-        row("runs", lambda model: f"{len(model.training.waiting):,}"),
-        row("training requests waiting", lambda model: f"{sum(model.training.waiting.values()):,}"),
+        counts("runs", "runs"),
+        counts("training requests waiting", "waiting_requests"),
         ("trained tokens a second, last minute", *(f"{found['trained']:,.1f}" for found in speeds)),
-        row("trained tokens", lambda model: f"{model.training.tokens:,}"),
-        row("passes", lambda model: f"{model.training.passes:,}"),
-        row("optimizer steps", lambda model: f"{model.training.steps:,}"),
+        counts("trained tokens", "trained_tokens_total"),
+        counts("passes", "passes_total"),
+        counts("optimizer steps", "steps_total"),
         row("engines", lambda model: _engines(model.sampling.engines)),
-        row("responses being sampled", lambda model: f"{model.sampling.open:,}"),
+        counts("responses being sampled", "open_samples"),
         ("sampled tokens a second, last minute", *(f"{found['sampled']:,.1f}" for found in speeds)),
-        row("sampled tokens", lambda model: f"{model.sampling.tokens:,}"),
-        row("responses", lambda model: f"{model.sampling.samples:,}"),
-        row("adapters in the engines", lambda model: f"{model.sampling.pushed:,}"),
+        counts("sampled tokens", "sampled_tokens_total"),
+        counts("responses", "samples_total"),
+        counts("adapters in the engines", "pushed_adapters"),
     ]
 
 

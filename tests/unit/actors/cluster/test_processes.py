@@ -11,6 +11,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from actors.cluster import processes
 from actors.cluster.processes import Process, innermost_calls, stacks_of
 from tests.support.actors_in_process import until
 
@@ -34,6 +35,20 @@ def test_a_process_is_stopped_continues_and_ends(child: subprocess.Popen[bytes])
     until(lambda: process.has_ended)  # nobody has waited for it yet
     assert not process.is_stopped and child.wait() == -signal.SIGKILL and process.has_ended
     process.kill()
+
+
+def test_processes_that_proc_hides_are_no_descendants(
+    child: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read, ours = processes._stat, (os.getpid(), child.pid)
+
+    def hides(pid: int) -> list[str]:
+        if pid not in ours:
+            raise PermissionError(pid)
+        return read(pid)
+
+    monkeypatch.setattr(processes, "_stat", hides)
+    assert processes.descendants() == {Process.of(child.pid)}
 
 
 def test_another_process_of_the_same_number_is_left_alone(child: subprocess.Popen[bytes]) -> None:
