@@ -47,6 +47,8 @@ OWN_ARGUMENTS = {
 """Arguments of vLLM that are not given as such -> the field that decides each; None where engines do."""
 # vLLM's own bound.
 MAX_ADAPTER_RANK = 512
+# vLLM seeds numpy, which takes 32 bits.
+MOST_SEEDS = 1 << 32
 _WITHOUT_ROUTES = {
     "pipeline_parallel_size": "the stages of a pipeline see their own layers alone",
     "decode_context_parallel_size": "its ranks see some of the tokens alone",
@@ -141,7 +143,7 @@ class RolloutConfig(BaseConfig):
     sleep_mode: Annotated[bool, MAY_CHANGE] = False
     require_push: bool = False
     turns_at_push: Literal["finish", "pause"] = "finish"
-    seed: int = Field(default=0, ge=0)
+    seed: int = Field(default=0, ge=0, lt=MOST_SEEDS)
     start_timeout: Annotated[float, MAY_CHANGE] = Field(default=600.0, gt=0)
     heartbeat_timeout: Annotated[float, MAY_CHANGE] = Field(default=60.0, ge=10)
     max_restarts: Annotated[int, MAY_CHANGE] = Field(default=3, ge=0)

@@ -260,6 +260,23 @@ def test_the_last_step_of_many_samples_is_found_without_reading_them_all(tmp_pat
     assert "8500 more characters" in page.one("section", id="samples").all("em")[0].text
 
 
+def test_of_a_set_larger_than_what_is_read_both_steps_have_the_same_prompts(tmp_path: Path) -> None:
+    held_out = [
+        {"step": step, "prompt": f"p{row}", "response": "long " * 2000, "reward": float(step > 0 and row < 9)}
+        for step in (0, 5, 10)
+        for row in range(600)
+    ]
+    folder = write_run(tmp_path, 10, lambda step: {"reward": 0.0}, [])
+    (folder / "held_out.jsonl").write_text("".join(json.dumps(line) + "\n" for line in held_out))
+    section = report(folder).one("section", id="held-out-answers")
+    before, after = (heading.text for heading in section.all("h3"))
+    assert before.startswith("Before the first step") and after.startswith("Step 10")
+    # 4 MiB of lines of 10 KiB, of which nine have learned.
+    shared = int(re.findall(r"first (\d+) samples, mean reward 0$", before)[0])
+    assert abs(int(re.findall(r"first (\d+) samples", after)[0]) - shared) <= 1 and 300 < shared < 600
+    assert f"Of {shared} prompts that both steps had" in section.text or f"Of {shared - 1} prompts" in section.text
+
+
 ODD_METRICS = [
     "",
     '{"step": 1, "reward": 1.7e308}\n{"step": 2, "reward": -1.7e308}\n',
