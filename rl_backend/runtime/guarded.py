@@ -362,7 +362,7 @@ class GuardedRuntime[H: GuardedHandle](Runtime[AnyHandle]):
         tenant = self._tenants[handle]
         if isinstance(tensors, Path | str):
             adapter = read_peft_directory(tensors)
-            given = fitted_to(adapter, tenant.lora, tensors)
+            given = fitted_to(adapter, tenant.lora, tensors, tenant.first_factor)
             if adapter.frozen:
                 self._require_same_weights(tenant.model, adapter.frozen, tensors)
         else:
