@@ -148,9 +148,8 @@ class GuardedRuntime[H: GuardedHandle](Runtime[AnyHandle]):
     ) -> ForwardResult:
         """See the base class. Every rank of a model replica is given the same ``data``.
 
-        After an error in the middle (in the loss, out of memory) backward passes and steps are refused until
-        ``zero_grad``, because
-        gradients are incomplete. An error of one rank alone leaves the others in a collective until that times out.
+        After an error in the middle (in the loss, out of memory) backward passes and steps are refused until ``zero_grad``,
+        because gradients are incomplete. An error of one rank alone leaves the others in a collective until that times out.
         """
         mixed = _is_mixed(handle, data, loss_fn)
         # Sequences of several tenants train these, and leave the handle, their base, as it is.

@@ -39,7 +39,7 @@ TOP, CUT = ("top_ids", "top_log_probs"), "was_cut"
 
 
 class PassAdapters(Protocol):
-    """The adapters of a pass; ``heads`` are its outputs, the same for all of its micro-batches and ranks."""
+    """The adapters of a pass."""
 
     heads: Sequence[Head]  # the outputs of the pass, the same for all of its micro-batches and ranks
 
