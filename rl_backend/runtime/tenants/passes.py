@@ -86,7 +86,8 @@ class PassTenants:
             handle.trainer.expect_gradients()
         # A tenant's own counts, so that it drops the same alone and beside others. Ranks may have other numbers of its runs;
         # passes are the same on all, and a checkpoint has one number for all.
-        passes = {each.lora_id: each.rows.num_draws for each in trained if each.lora.dropout and each.rows.training}
+        drawing = [each for each in trained if each.lora.dropout and each.rows.training]
+        passes = {each.lora_id: each.rows.num_draws for each in drawing}
         runs = Counter[int]()
         for index, batch in enumerate(data if passes else ()):
             for place, (key, _) in enumerate(groupby(self.ids(batch))):
@@ -94,8 +95,8 @@ class PassTenants:
                     ranks = self.by_id[key].trainer.groups.dense.data
                     self._draws[index, place] = (passes[key] * _MOST_RUNS + runs[key]) * ranks.size() + ranks.rank()
                     runs[key] += 1
-        for key in passes:
-            self.by_id[key].rows.num_draws += 1
+        for handle in drawing:
+            handle.rows.num_draws += 1
 
     def sharing(self, batch: PackedBatch) -> list[int]:
         """Of one tenant all may share, unless it has dropout, which drops something else of each sequence."""
