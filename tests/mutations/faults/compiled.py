@@ -73,4 +73,12 @@ FAULTS = [
         ("test_a_micro_batch_stays_within_its_budget_however_many_sequences_it_has[dense]",),
         "every layer would launch the kernels of the same angles",
     ),
+    Fault(
+        "counts-of-experts-are-read-on-a-gpu",
+        "rl_backend.primitive.grouped_linear:_has_kernel",
+        "return aligned and torch.cuda.get_device_capability(x.device)[0] in _KERNEL_CAPABILITIES",
+        "return False",
+        ("test_a_primitive_runs_on_a_faked_gpu_forward_and_backward[grouped product]",),
+        "every layer of a mixture would wait for the device",
+    ),
 ]
