@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode, unset_fake_temporarily
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
 from rl_backend.primitive import causal_conv, gated_delta
@@ -217,6 +218,30 @@ def test_a_primitive_runs_on_a_faked_gpu_forward_and_backward(name: str, monkeyp
             assert len(gradients) == len(inputs)
             for gradient, given, needed in zip(gradients, inputs, context.needs_input_grad, strict=True):
                 assert gradient is None or (needed and (gradient.shape, gradient.device) == (given.shape, given.device))
+
+
+class _Operations(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.results: list[tuple[str, Any]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        self.results.append((str(func), result))
+        return result
+
+
+def test_products_of_the_head_are_added_up_in_place_whatever_the_number_of_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A chunk's float32 product of a tile of the weight would be written, read and added, at 4 bytes an element."""
+    with FakeTensorMode(allow_non_fake_inputs=True), functions(monkeypatch) as ran:
+        log_probs(BF16, chunk_tokens=TOKENS // 4)
+        ((function, context, _, output),) = ran
+        with _Operations() as operations:
+            function.backward(context, torch.empty_like(output[0]), None)
+    of_weight = [name for name, result in operations.results if isinstance(result, Tensor) and result.shape == (320, 64)]
+    # Of five chunks: 101 tokens in pieces of 25.
+    assert of_weight.count("aten.addmm.dtype_out") == 5
+    assert not {"aten.mm.dtype", "aten.add_.Tensor", "aten.add.Tensor"} & set(of_weight)
 
 
 def test_what_reads_a_number_from_the_device_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
