@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn.attention.varlen import varlen_attn
+from torch.utils.flop_counter import register_flop_formula
 
 from rl_backend.primitive.prefix_tree import PrefixTree, take_rows
 
@@ -50,7 +51,7 @@ class _BlockedAttention(torch.autograd.Function):
     ) -> Tensor:
         order = order_by_length(query_lens, key_lens)
         query, key, value = order.queries.sort(query), order.keys.sort(key), order.keys.sort(value)
-        out, log_sums = attend_in_blocks(query, key, value, order.segments, sinks)
+        out, log_sums = torch.ops.rl_backend.attend_in_blocks(query, key, value, *zip(*order.segments, strict=True), sinks)
         ctx.save_for_backward(query, key, value, out, sinks, *log_sums)
         ctx.order = order
         return order.queries.restore(out)
@@ -89,6 +90,23 @@ def attend_in_blocks(
         block.scatter(out, torch.bmm(weights, block.keys(value)).div_(total))
         log_sums.append(total.log_().add_(largest))
     return out, log_sums
+
+
+# One operation for what watches operations: activation checkpointing keeps what it gives.
+_OPERATORS = torch.library.Library("rl_backend", "FRAGMENT")
+_OPERATORS.define(
+    "attend_in_blocks(Tensor query, Tensor key, Tensor value, int[] query_lens, int[] key_lens, Tensor? sinks)"
+    " -> (Tensor, Tensor[])"
+)
+
+
+def _attend_in_blocks(
+    query: Tensor, key: Tensor, value: Tensor, query_lens: list[int], key_lens: list[int], sinks: Tensor | None
+) -> tuple[Tensor, list[Tensor]]:
+    return attend_in_blocks(query, key, value, list(zip(query_lens, key_lens, strict=True)), sinks)
+
+
+_OPERATORS.impl("attend_in_blocks", _attend_in_blocks, "CPU")
 
 
 def gradients_in_blocks(
@@ -276,8 +294,9 @@ class Segments(NamedTuple):
     def of_tree(cls, tree: PrefixTree, device: torch.device | None = None) -> Self:
         """Each run of ``tree`` with the keys of its whole path."""
         lens = tree.lengths, tree.key_lens
-        queries, keys = (torch.tensor((0, *accumulate(each)), dtype=torch.int32).to(device) for each in lens)
-        return cls(*lens, queries, keys, tree.key_rows.to(device), tree)
+        on_host = [torch.tensor((0, *accumulate(each)), dtype=torch.int32) for each in lens]
+        queries, keys, rows = (each.to(device, non_blocking=True) for each in (*on_host, tree.key_rows))
+        return cls(*lens, queries, keys, rows, tree)
 
     def hidden(self) -> Self:
         """For compiled code, of which every other number that it reads makes another: of the lengths it has the longest, and
@@ -515,18 +534,44 @@ def _count(like: Tensor, products: int) -> None:
     torch.mm(one.expand(1, products), one.expand(products, 1))
 
 
+_OPERATORS.define("attend_on_meta(Tensor query, Tensor value, int products) -> (Tensor, Tensor)")
+
+
+def _attend_on_meta(query: Tensor, value: Tensor, products: int) -> tuple[Tensor, Tensor]:
+    return query.new_empty(*query.shape[:2], value.shape[-1]), query.new_empty(query.shape[:2], dtype=torch.float32)
+
+
+_OPERATORS.impl("attend_on_meta", _attend_on_meta, "Meta")
+
+
+@register_flop_formula(torch.ops.rl_backend.attend_on_meta, get_raw=True)
+def _flops_on_meta(query: Tensor, value: Tensor, products: int, **_: Any) -> int:
+    return 2 * products
+
+
+ATTENDS = (
+    torch.ops.rl_backend.attend_in_blocks.default,
+    torch.ops.rl_backend.attend_on_meta.default,
+    torch.ops.torch_attn._varlen_attn.default,
+    torch.ops.aten._scaled_dot_product_flash_attention.default,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
+    torch.ops.aten._scaled_dot_product_efficient_attention.default,
+    torch.ops.aten._scaled_dot_product_cudnn_attention.default,
+)
+"""The operations that :func:`packed_attention` is made of."""
+
+
 class _MetaAttention(torch.autograd.Function):
     """Keeps what flash attention (Dao et al., arXiv 2205.14135) keeps; with sinks it needs a block's scores meanwhile."""
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, block: int, pairs: int) -> Tensor:
-        out = query.new_empty(*query.shape[:2], value.shape[-1])
-        ctx.save_for_backward(query, key, value, sinks, out, query.new_empty(query.shape[:2], dtype=torch.float32))
         ctx.block = 0 if sinks is None else query.shape[1] * block
         ctx.pairs = pairs
         query.new_empty(ctx.block)
-        _count(query, pairs * (key.shape[-1] + value.shape[-1]))
-        return out
+        out, log_sums = torch.ops.rl_backend.attend_on_meta(query, value, pairs * (key.shape[-1] + value.shape[-1]))
+        ctx.save_for_backward(query, key, value, sinks, out, log_sums)
+        return out  # type: ignore[no-any-return]
 
     @staticmethod
     @once_differentiable

@@ -54,4 +54,31 @@ FAULTS = [
         ("test_a_micro_batch_stays_within_its_budget_however_many_sequences_it_has[tenants]",),
         "the host would wait for the device after the forward pass of every micro-batch",
     ),
+    Fault(
+        "positions-are-waited-for",
+        "rl_backend.contracts.batch:PackedBatch.position_ids",
+        "return torch.cat([torch.arange(length) for length in self.seq_lens.tolist()]).to(self.device, non_blocking=True)",
+        "return torch.cat([torch.arange(length) for length in self.seq_lens.tolist()]).to(self.device)",
+        (
+            "test_a_micro_batch_stays_within_its_budget_however_many_sequences_it_has[dense]",
+            "test_a_micro_batch_stays_within_its_budget_however_many_sequences_it_has[bridge, dense]",
+        ),
+        "the host would wait for all that the device has to do, before every micro-batch",
+    ),
+    Fault(
+        "angles-of-every-layer",
+        "rl_backend.primitive.rope:Rotations.of",
+        "if rotary not in self._known:",
+        "if True:",
+        ("test_a_micro_batch_stays_within_its_budget_however_many_sequences_it_has[dense]",),
+        "every layer would launch the kernels of the same angles",
+    ),
+    Fault(
+        "counts-of-experts-are-read-on-a-gpu",
+        "rl_backend.primitive.grouped_linear:_has_kernel",
+        "return aligned and torch.cuda.get_device_capability(x.device)[0] in _KERNEL_CAPABILITIES",
+        "return False",
+        ("test_a_primitive_runs_on_a_faked_gpu_forward_and_backward[grouped product]",),
+        "every layer of a mixture would wait for the device",
+    ),
 ]
