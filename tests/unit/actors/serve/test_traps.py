@@ -137,6 +137,20 @@ def test_what_waits_is_bounded_and_what_is_next_always_comes_in(model: Path, tmp
         assert b"loss:sum" in wire.answer(wire.data(run, 3)).content
 
 
+def test_whoever_polls_for_what_still_waits_is_told_to_ask_again(
+    running: SimpleNamespace, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("actors.serve.app.LONG_POLL_SECONDS", 0.05)
+    wire = Wire(running.url)
+    _, run = wire.run(model)
+    early = wire.data(run, 2).json()["request_id"]
+    told = wire.post("retrieve_future", request_id=early)
+    # Of any other answer the SDK says a line in the user's terminal, or gives up.
+    assert (told.status_code, told.json()) == (408, {"queue_state": "active"})
+    wire.data(run, 1)
+    until(lambda: wire.answer({"request_id": early}).status_code == 200)
+
+
 def test_a_silent_session_frees_its_runs_and_its_named_checkpoints_live_for_their_time(model: Path, tmp_path: Path) -> None:
     with served(model, tmp_path, session_timeout=0.8) as strict:
         wire = Wire(strict.url)
