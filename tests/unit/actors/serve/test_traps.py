@@ -293,12 +293,23 @@ def test_a_run_answers_with_what_it_saved_last_named_or_not(running: SimpleNames
     assert save(3, sampling_session_seq_id=1) not in (None, first, second)
 
 
+@pytest.mark.parametrize(("named", "wrong"), [("rank", 2.5), ("rank", "8"), ("seed", "x")])
+def test_numbers_of_an_adapter_are_whole(named: str, wrong: Any, running: SimpleNamespace, model: Path) -> None:
+    wire = Wire(running.url)
+    session = wire.post("create_session").json()["session_id"]
+    asked = {"session_id": session, "model_seq_id": 0, "base_model": str(model), "lora_config": {"rank": 2, named: wrong}}
+    answer = wire.answer(wire.post("create_model", **asked)).json()
+    assert answer["category"] == "user" and f"lora_config.{named}=" in answer["error"], answer
+
+
 def test_what_is_wrong_with_a_save_does_not_stop_what_follows(running: SimpleNamespace, model: Path) -> None:
     wire = Wire(running.url)
     _, run = wire.run(model)
     external = wire.post("save_weights_external", model_id=run, seq_id=1, path="a", age_encryption_recipients=["x"] * 11)
     assert "age_encryption_recipients" in wire.answer(external).json()["error"]
-    assert b"loss:sum" in wire.answer(wire.data(run, 2)).content
+    nameless = wire.post("save_weights", model_id=run, seq_id=2, path=None)
+    assert "path=None: expected a text" in wire.answer(nameless).json()["error"]
+    assert b"loss:sum" in wire.answer(wire.data(run, 3)).content
 
 
 def test_a_checkpoint_that_is_deleted_lies_on_disk_while_its_samplers_live(running: SimpleNamespace, model: Path) -> None:
