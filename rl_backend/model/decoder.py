@@ -451,7 +451,7 @@ def _selective() -> tuple[AbstractContextManager[object], AbstractContextManager
     def keep(context: SelectiveCheckpointContext, operation: object, *_: object, **__: object) -> CheckpointPolicy:
         if operation in PRODUCTS:
             done[context.is_recompute] += 1
-        kept = operation in ATTENDS or (operation in PRODUCTS and done[context.is_recompute] % 2 == 0)
+        kept = str(operation) in ATTENDS or (operation in PRODUCTS and done[context.is_recompute] % 2 == 0)
         return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
 
     contexts: tuple[AbstractContextManager[object], AbstractContextManager[object]] = create_selective_checkpoint_contexts(

@@ -2,7 +2,7 @@
 
 import inspect
 from collections.abc import Callable, Iterator, Sequence
-from functools import lru_cache
+from functools import cache, lru_cache
 from itertools import accumulate, groupby
 from typing import Any, NamedTuple, Self
 
@@ -10,8 +10,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
-from torch.nn.attention.varlen import varlen_attn
-from torch.utils.flop_counter import register_flop_formula
 
 from rl_backend.primitive.prefix_tree import PrefixTree, take_rows
 
@@ -262,7 +260,6 @@ def blocks_of(query: Tensor, key: Tensor, segments: Sequence[tuple[int, int]]) -
 
 
 _WINDOWED_BLOCK = 512
-_VARLEN_HAS_GQA = "enable_gqa" in inspect.signature(varlen_attn).parameters
 
 type Attend = Callable[[Tensor, Tensor, Tensor, Segments, int | None, Tensor | None], Tensor]
 """(query, key, value, segments, window, sinks) -> (N, heads, value_dim), from the keys of this rank's own tokens."""
@@ -399,12 +396,22 @@ def _windowed_and_whole(
     return torch.cat(attended)
 
 
+@cache
+def _varlen_kernel() -> tuple[Callable[..., Tensor | tuple[Tensor, Tensor]], bool]:
+    """The kernel, and whether it takes fewer heads of keys than of queries."""
+    # With it comes torch.compile, which would be a second of the start of every command and process.
+    from torch.nn.attention.varlen import varlen_attn
+
+    return varlen_attn, "enable_gqa" in inspect.signature(varlen_attn).parameters
+
+
 def varlen_attention(query: Tensor, key: Tensor, value: Tensor, segments: Segments, window: int | None) -> Tensor:
     """:func:`packed_attention` by the kernel of a GPU, in bfloat16 or float16. Of the lengths only the longest are read."""
     # The kernel aligns the causal mask and the window to the last query and the last key of each segment.
     options: dict[str, Any] = {"window_size": (-1 if window is None else window - 1, 0)}
+    varlen_attn, has_groups = _varlen_kernel()
     if key.shape[1] != query.shape[1]:
-        if _VARLEN_HAS_GQA:
+        if has_groups:
             options["enable_gqa"] = True
         else:
             key, value = _repeat_heads(key, query.shape[1]), _repeat_heads(value, query.shape[1])
@@ -544,21 +551,16 @@ def _attend_on_meta(query: Tensor, value: Tensor, products: int) -> tuple[Tensor
 _OPERATORS.impl("attend_on_meta", _attend_on_meta, "Meta")
 
 
-@register_flop_formula(torch.ops.rl_backend.attend_on_meta, get_raw=True)
-def _flops_on_meta(query: Tensor, value: Tensor, products: int, **_: Any) -> int:
-    return 2 * products
-
-
 ATTENDS = (
-    torch.ops.rl_backend.attend_in_blocks.default,
-    torch.ops.rl_backend.attend_on_meta.default,
-    torch.ops.torch_attn._varlen_attn.default,
-    torch.ops.aten._scaled_dot_product_flash_attention.default,
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
-    torch.ops.aten._scaled_dot_product_efficient_attention.default,
-    torch.ops.aten._scaled_dot_product_cudnn_attention.default,
+    "rl_backend.attend_in_blocks.default",
+    "rl_backend.attend_on_meta.default",
+    "torch_attn._varlen_attn.default",
+    "aten._scaled_dot_product_flash_attention.default",
+    "aten._scaled_dot_product_flash_attention_for_cpu.default",
+    "aten._scaled_dot_product_efficient_attention.default",
+    "aten._scaled_dot_product_cudnn_attention.default",
 )
-"""The operations that :func:`packed_attention` is made of."""
+"""The names of the operations that :func:`packed_attention` is made of."""
 
 
 class _MetaAttention(torch.autograd.Function):

@@ -39,6 +39,7 @@ from actors.rollout.vllm.patches import (
     load_through_loaders,
     multiply_adapters_once_for_all_rows,
     name_weight_loaders,
+    normalise_log_probs_again,
     packing_embeddings_again,
     packing_experts_again,
     rotate_views_outside_the_kernel,
@@ -216,3 +217,4 @@ if BACKEND not in WeightTransferEngineFactory._registry:
     multiply_adapters_once_for_all_rows()
     turn_generators_back()
     draw_one_number_for_a_token()
+    normalise_log_probs_again()

@@ -187,6 +187,7 @@ _FLOPS: Mapping[Any, Callable[..., int]] = {
     torch.ops.aten.addmm_: flop_registry[torch.ops.aten.addmm],
     # Of (..., N, N) and (..., N, M): a multiplication and an addition for each element below or on the diagonal.
     torch.ops.aten.linalg_solve_triangular: lambda matrix, *_, out_val, **__: out_val.numel() * matrix.shape[-1],
+    torch.ops.rl_backend.attend_on_meta: lambda query, value, products, **_: 2 * products,
 }
 
 

@@ -16,6 +16,14 @@ FAULTS = [
         "a run would get what other programs of the machine leave",
     ),
     Fault(
+        "workers-that-nobody-takes",
+        "actors.cluster.session:init_local_ray",
+        'os.environ.setdefault(_PRESTART, "0")',
+        "pass",
+        ("test_ray_of_one_machine_is_started_with_its_own_switch",),
+        "every command would start as many idle processes as it has CPUs",
+    ),
+    Fault(
         "slower-dtype-recommended",
         "actors.checks.machine:faster_dtype",
         'return [f"--dtype bfloat16 multiplies {speedup:.1f}x as fast here"] if speedup > _CLEARLY else []',
