@@ -66,7 +66,7 @@ ENDING: Mapping[str, tuple[Kind, ...]] = {
 }
 """Places that are no processes which a run replaces, and what is done to each."""
 
-MOST_FAULTS = 3
+FEWEST_FAULTS, MOST_FAULTS = 2, 4
 RUN_SECONDS, END_SECONDS, START_SECONDS = 600.0, 30.0, 20.0
 # Of a driver that is stopped: longer than anybody waits who takes a stopped process for dead.
 PAUSE_SECONDS = 12.0
@@ -153,17 +153,17 @@ class Fault:
 def draw(name: str, number: int, steps: int, places: Sequence[str]) -> list[Fault]:
     """The faults of a trial, always the same of one number; every place has its turn as the first that is drawn."""
     generator = random.Random(f"{name} {number}")
-    first, rest = places[number % len(places)], range(generator.randrange(MOST_FAULTS))
-    found = [
-        Fault(
-            generator.choice(ENDING.get(place, KILL_OR_STOP)),
-            place,
-            generator.uniform(-1 if place in ENDING else 0, steps + 0.2),
-            generator.random(),
-        )
-        for place in [first, *(generator.choice(places) for _ in rest if first not in ENDING)]
+    first = places[number % len(places)]
+    if first in ENDING:
+        return [Fault(generator.choice(ENDING[first]), first, generator.uniform(-1, steps + 0.2), generator.random())]
+    count = generator.randint(FEWEST_FAULTS, MOST_FAULTS)
+    order = [first, *(generator.choice(places) for _ in range(count - 1))]
+    generator.shuffle(order)
+    # Each has its part of the run: faults at the same moment would be one.
+    return [
+        Fault(generator.choice(KILL_OR_STOP), place, (part + generator.random()) * (steps + 0.2) / count, generator.random())
+        for part, place in enumerate(order)
     ]
-    return sorted(found, key=lambda fault: fault.moment)
 
 
 @dataclass

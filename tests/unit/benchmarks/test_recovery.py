@@ -45,7 +45,7 @@ def test_faults_are_drawn_by_the_number_of_a_trial_and_every_place_has_its_turn(
     assert draw("grpo", 3, 10, places) == draw("grpo", 3, 10, places) != draw("grpo", 4, 10, places)
     drawn = [draw("grpo", number, 10, places) for number in range(40)]
     for number, faults in enumerate(drawn):
-        assert places[number % 2] in [each.place for each in faults] and 1 <= len(faults) <= 3
+        assert places[number % 2] in [each.place for each in faults] and 2 <= len(faults) <= 4
         assert [each.moment for each in faults] == sorted(each.moment for each in faults)
         assert all(0 <= each.moment <= 10.2 and each.at == math.inf for each in faults)
     assert {each.kind for faults in drawn for each in faults} == {"kill", "stop"}
