@@ -6,8 +6,8 @@ Metrics (times apart), samples and weights must be those of the undisturbed run,
 busy, and in which nothing may be replaced.
 
 What ends a run in any case, or may (signals to its process, the loss of Ray, a full disk, ...: :data:`ENDING`), is struck
-once in a trial, from the start on. The run must leave nothing behind, and the same command with ``--resume auto`` must end
-as the undisturbed run.
+from the start on. The run must leave nothing behind; the same command with ``--resume auto`` goes on, is struck again, and
+must end as the undisturbed run.
 
     make bench NAME=recovery ARGS="--only sft_native --trials 6 --seconds 330 --folder /tmp/recovery"
 
@@ -54,20 +54,23 @@ SIGNALS: Mapping[Kind, signal.Signals] = {
     "terminate": signal.SIGTERM,
     "interrupt": signal.SIGINT,
 }
-KILL_OR_STOP: tuple[Kind, ...] = ("kill", "stop")
+REPLACED: tuple[Kind, ...] = ("kill", "stop", "terminate")
 ENDING: Mapping[str, tuple[Kind, ...]] = {
     "driver": ("kill", "terminate", "interrupt", "stop"),
+    "terminal": ("interrupt",),
     "gcs": ("kill",),
     "raylet": ("kill",),
     "driver and raylet": ("kill",),
     "disk": ("fill",),
     "shared memory": ("fill",),
-    "files": ("few",),
+    "driver files": ("few",),
+    "rank files": ("few",),
+    "engine files": ("few",),
 }
 """Places that are no processes which a run replaces, and what is done to each."""
 
-FEWEST_FAULTS, MOST_FAULTS = 2, 4
-RUN_SECONDS, END_SECONDS, START_SECONDS = 600.0, 30.0, 20.0
+FEWEST_FAULTS, MOST_FAULTS, ENDS = 2, 4, 4
+RUN_SECONDS, END_SECONDS, START_SECONDS = 1200.0, 30.0, 30.0
 # Of a driver that is stopped: longer than anybody waits who takes a stopped process for dead.
 PAUSE_SECONDS = 12.0
 DISK, SHARED_MEMORY = "160m", "2g"
@@ -78,7 +81,9 @@ REWARD = """def compute_score(data_source, solution_str, ground_truth, extra_inf
 ALL = {"ranks": 2, "dtype": "float32", "metrics_to": "none"}
 SUMS = {**ALL, "model": "TASKS/sums/model", "dataset": "TASKS/sums/train.jsonl"}
 SFT = {**SUMS, "steps": 40, "save_every": 5, "batch_size": 8, "lr": 1e-3}
-SAMPLED = {"save_every": 2, "engines": 2, "samples_per_prompt": 4, "lr": 3e-4}
+# An engine may be struck more often in a minute than a run allows in an hour.
+ROLLOUT = {"max_restarts": 8}
+SAMPLED = {"save_every": 2, "engines": 2, "samples_per_prompt": 4, "lr": 3e-4, "rollout": ROLLOUT}
 LENGTHS = {"max_prompt_tokens": 8, "max_response_tokens": 8, "prompts_per_step": 8}
 GRPO = {**SUMS, **SAMPLED, **LENGTHS, "steps": 10, "reward": "TASKS/reward.py:compute_score"}
 TURNS = {"max_response_tokens": 12, "max_episode_tokens": 64, "max_turns": 3, "prompts_per_step": 4}
@@ -90,11 +95,11 @@ SETTINGS: dict[str, tuple[str, Mapping[str, Any], tuple[str, ...]]] = {
     "sft_bridge": ("sft", {**SFT, "backend": "bridge"}, ("rank",)),
     "sft_pp2": ("sft", {**SFT, "pp": 2}, ("rank",)),
     "sft_memory": ("sft", {**SFT, "save_every": 0, "recover": "memory"}, ("rank", "holder")),
-    "sft_ends": ("sft", SFT, tuple(ENDING)),
+    "sft_ends": ("sft", SFT, tuple(place for place in ENDING if place != "engine files")),
     "grpo_ends": ("grpo", GRPO, tuple(ENDING)),
     "grpo": ("grpo", GRPO, ("rank", "engine")),
     "grpo_bridge": ("grpo", {**GRPO, "backend": "bridge"}, ("rank", "engine")),
-    "grpo_workers": ("grpo", {**GRPO, "engines": 1, "rollout": {"tensor_parallel": 2}}, ("engine", "worker")),
+    "grpo_workers": ("grpo", {**GRPO, "engines": 1, "rollout": {**ROLLOUT, "tensor_parallel": 2}}, ("engine", "worker")),
     "tenants": (
         "tenants",
         {**GRPO, "lora": {"rank": 4}, "users": {"ann": {}, "bob": {"lora.rank": 8, "lr": 1e-3}}},
@@ -107,7 +112,10 @@ SETTINGS: dict[str, tuple[str, Mapping[str, Any], tuple[str, ...]]] = {
 UNDISTURBED = {"sft_memory": "sft_native", "sft_ends": "sft_native", "grpo_ends": "grpo"}
 """Settings that must come to what another one comes to, left alone."""
 
-RANKS_REPLACED = re.compile(r"warning: training group .*all ranks were replaced in (?:(\d+) min )?([\d.]+) s ")
+RANKS_REPLACED = re.compile(
+    r"warning: training group .*?(?: operation \d+ \((?P<during>\w+)\).*)?"
+    r"all ranks were replaced in (?:(?P<minutes>\d+) min )?(?P<seconds>[\d.]+) s "
+)
 ENGINE_LOST = re.compile(r"warning: (engine \d+)\b.*it is started again")
 HOLDER_LOST = re.compile(r"keeps the state of training ranks in memory was lost")
 BEGUN = re.compile(r" model +loading")
@@ -119,10 +127,11 @@ class Fault:
     """A process that is struck.
 
     Attributes:
-        moment: steps after the beginning; 2.5 is in the middle of the third step, below 0 is in the start.
+        moment: steps after the beginning; 2.5 is in the middle of the third step, below 0 is in the start of the command.
         chosen: which of the processes of this place, from 0 to 1.
         at: when it was struck, by ``time.monotonic``, as the two below.
         seen, back: when the run saw it, and when another process served in its place, as far as it said so.
+        during: what the run said that the process did.
         woke: it was there still when another had taken its place, and got SIGCONT.
     """
 
@@ -134,6 +143,7 @@ class Fault:
     at: float = math.inf
     seen: float | None = None
     back: float | None = None
+    during: str = ""
     woke: bool = False
 
     def wakes(self) -> bool:
@@ -147,30 +157,37 @@ class Fault:
             "seen_seconds": None if self.seen is None else round(self.seen - self.at, 2),
             "lost_seconds": None if self.back is None else round(self.back - self.at, 2),
         }
-        return {"kind": self.kind, "place": self.place, "step": round(self.moment, 2), **seconds, "woke": self.woke}
+        told = {"kind": self.kind, "place": self.place, "step": round(self.moment, 2), "during": self.during}
+        return {**told, **seconds, "woke": self.woke}
 
 
 def draw(name: str, number: int, steps: int, places: Sequence[str]) -> list[Fault]:
-    """The faults of a trial, always the same of one number; every place has its turn as the first that is drawn."""
+    """The faults of a trial, in order, always the same of one number.
+
+    Over several trials every place has its turn, and so has every kind of what is struck in :data:`ENDING`.
+    """
     generator = random.Random(f"{name} {number}")
-    first = places[number % len(places)]
-    if first in ENDING:
-        return [Fault(generator.choice(ENDING[first]), first, generator.uniform(-1, steps + 0.2), generator.random())]
-    count = generator.randint(FEWEST_FAULTS, MOST_FAULTS)
-    order = [first, *(generator.choice(places) for _ in range(count - 1))]
-    generator.shuffle(order)
+    ends = [(place, kind) for place in places for kind in ENDING.get(place, ())]
+    count = ENDS if ends else generator.randint(FEWEST_FAULTS, MOST_FAULTS)
+    chosen = [places[number % len(places)], *(generator.choice(places) for _ in range(count - 1))]
+    found = [(place, generator.choice(REPLACED)) for place in chosen]
+    if ends:
+        found = [ends[(number * count + each) % len(ends)] for each in range(count)]
+    generator.shuffle(found)
     # Each has its part of the run: faults at the same moment would be one.
-    return [
-        Fault(generator.choice(KILL_OR_STOP), place, (part + generator.random()) * (steps + 0.2) / count, generator.random())
-        for part, place in enumerate(order)
-    ]
+    moments = [(part + generator.random()) * (steps + 0.2) / count for part in range(count)]
+    if ends and generator.random() < 0.5:
+        starting = generator.randrange(count)
+        moments[starting] = -generator.random()
+    return [Fault(kind, place, moment, generator.random()) for (place, kind), moment in zip(found, moments, strict=True)]
 
 
 @dataclass
 class Command:
     """A run in a process of its own; ``lines`` are what it has said, each with when it came.
 
-    With ``place`` "disk" its folder is a small file system, and "shared memory" gives it a small ``/dev/shm`` of its own.
+    With "disk" among ``places`` its folder is a small file system; "shared memory" as the first gives it a small
+    ``/dev/shm`` of its own.
     """
 
     process: subprocess.Popen[str]
@@ -180,17 +197,18 @@ class Command:
     began: float = field(default_factory=time.monotonic)
     lines: list[tuple[float, str]] = field(default_factory=list)
     hangs: bool = False
+    ended: float = math.inf
 
     @classmethod
-    def start(cls, name: str, folder: Path, tasks: Path, place: str = "", *, again: bool = False) -> Command:
+    def start(cls, name: str, folder: Path, tasks: Path, places: Sequence[str] = (), *, again: int = 0) -> Command:
         example, options, _ = SETTINGS[name]
-        (folder / "run").mkdir(parents=True, exist_ok=again)
-        if place == "disk" and not again:
+        (folder / "run").mkdir(parents=True, exist_ok=bool(again))
+        if "disk" in places and not again:
             subprocess.run(("mount", "-t", "tmpfs", "-o", f"size={DISK}", "tmpfs", folder / "run"), check=True)
         (folder / "options.json").write_text(json.dumps(options).replace("TASKS", str(tasks)))
         files = ("--config", str(folder / "options.json"), "--run-dir", str(folder / "run"))
         mark, mount = uuid.uuid4().hex, f'mount -t tmpfs -o size={SHARED_MEMORY} tmpfs /dev/shm && exec "$@"'
-        confined = ("unshare", "--mount", "sh", "-c", mount, "sh") if place == "shared memory" else ()
+        confined = ("unshare", "--mount", "sh", "-c", mount, "sh") if "shared memory" in places[:1] else ()
         resumes = ("--resume", "auto") if again else ()
         process = subprocess.Popen(
             (*confined, sys.executable, "-m", "rl_backend.cli", example, *files, *resumes),
@@ -198,8 +216,9 @@ class Command:
             stderr=subprocess.STDOUT,
             text=True,
             env={**os.environ, MARK: mark},
+            start_new_session=True,
         )
-        made = cls(process, folder, mark, "log-again" if again else "log")
+        made = cls(process, folder, mark, f"log-{again}" if again else "log")
         threading.Thread(target=made._read, daemon=True).start()
         return made
 
@@ -238,16 +257,13 @@ class Command:
         self.hangs = self.process.poll() is None
         self.process.kill()
         self.process.wait()
-        ended = time.monotonic()
+        self.ended = time.monotonic()
         time.sleep(0.2)  # for the last lines
         attribute(self.lines, faults)
-        for fault in faults:
-            if fault.place in ENDING and fault.at < math.inf and self.process.returncode and not self.hangs:
-                fault.seen = ended
 
     def _strike(self, fault: Fault, struck: set[Process]) -> bool:
         """False while no process of this place is there."""
-        parts = fault.place.split(" and ")
+        parts = fault.place.removesuffix(" files").split(" and ")
         found = {part: self._processes(part) - struck for part in reversed(parts)}
         if not all(found.values()):
             return False
@@ -259,7 +275,7 @@ class Command:
         return True
 
     def _processes(self, place: str) -> set[Process]:
-        if place in ("driver", "disk", "shared memory", "files"):
+        if place in ("driver", "terminal", "disk", "shared memory"):
             found = {Process.of(self.process.pid)}
         else:
             found = {Process.of(pid) for pid, command in processes(self.mark) if place_of(command) == place}
@@ -272,6 +288,8 @@ class Command:
             resource.prlimit(pid, resource.RLIMIT_NOFILE, (number, number))
         elif fault.kind == "fill":
             fill(self.folder / "run" if fault.place == "disk" else Path(f"/proc/{pid}/root/dev/shm"))
+        elif fault.place == "terminal":
+            os.killpg(pid, SIGNALS[fault.kind])
         else:
             os.kill(pid, SIGNALS[fault.kind])
 
@@ -322,9 +340,9 @@ def attribute(lines: Sequence[tuple[float, str]], faults: Sequence[Fault]) -> No
         if fault.place == "rank":
             replaced = [(when, line, found) for when, line in after if (found := RANKS_REPLACED.search(line))]
             for when, line, found in replaced[:1]:
-                began, fault.back = when - 60 * int(found[1] or 0) - float(found[2]), when
+                began, fault.back = when - 60 * int(found["minutes"] or 0) - float(found["seconds"]), when
                 if began >= fault.at or f"process {fault.process.pid} on" in line:
-                    fault.seen = max(began, fault.at)
+                    fault.seen, fault.during = max(began, fault.at), found["during"] or "between operations"
             continue
         lost = [(when, found[1]) for when, line in after if when not in told and (found := ENGINE_LOST.search(line))]
         since, engine = lost[0] if lost else (fault.at, "")
@@ -356,28 +374,31 @@ def trial(name: str, number: int, folder: Path, tasks: Path, expected: Path) -> 
     """A run with faults, and in what it differs from the undisturbed one in ``expected``."""
     (_, options, places), began, wanted = SETTINGS[name], time.monotonic(), outcome(expected / "run")
     faults = draw(name, number, options["steps"], places)
-    place = faults[0].place
-    command = Command.start(name, folder, tasks, place)
     metrics = next(lines for file, lines in wanted.items() if file.endswith("metrics.jsonl"))
-    command.disturb(faults, statistics.median(sum(step[each] for each in step if "seconds/" in each) for step in metrics))
-    status, left = command.process.returncode, command.end()
-    ended: dict[str, Any] = {}
-    if status and place in ENDING:
-        said = [line for _, line in command.lines[-3:]]
-        ended = {"ended": {"status": status, "hangs": command.hangs, "said": said}}
-        (folder / "run" / FILLER).unlink(missing_ok=True)
-        command = Command.start(name, folder, tasks, again=True)
-        command.disturb((), 1.0)
+    pace = statistics.median(sum(step[each] for each in step if "seconds/" in each) for step in metrics)
+    waiting, ended, left = faults, [], 0
+    while True:
+        command = Command.start(name, folder, tasks, [fault.place for fault in waiting], again=len(ended))
+        command.disturb(waiting, pace)
         status, left = command.process.returncode, left + command.end()
+        last = [fault for fault in waiting if fault.at < math.inf][-1:]
+        if not status or not last or last[0].place not in ENDING or last[0].kind == "stop":
+            break
+        waiting = [fault for fault in waiting if math.isinf(fault.at)]
+        if not command.hangs:
+            last[0].seen = command.ended
+        said = [line for _, line in command.lines[-3:]]
+        ended.append({"kind": last[0].kind, "place": last[0].place, "status": status, "hangs": command.hangs, "said": said})
+        (folder / "run" / FILLER).unlink(missing_ok=True)
     found = ["it failed"] if status else differences(outcome(folder / "run"), wanted)[:8]
-    if place == "disk":
+    if any(fault.place == "disk" for fault in faults):
         subprocess.run(("umount", "--lazy", folder / "run"), check=True)
     return {
         "setting": name,
         "number": number,
         "status": status,
         "differs_in": found,
-        **ended,
+        **({"ended": ended} if ended else {}),
         "faults": [fault.told() for fault in faults if fault.at < math.inf],
         "left": {"processes": left, "segments": len(stale_segments())},
         "seconds": round(time.monotonic() - began, 1),
@@ -393,7 +414,7 @@ def figures(trials: Sequence[Mapping[str, Any]], undisturbed: Sequence[Mapping[s
         struck = [each for each in trials if any(fault["place"] in places for fault in each["faults"])]
         faults = [fault for each in struck for fault in each["faults"] if fault["place"] in places]
         lost = [fault["lost_seconds"] for fault in faults if fault["lost_seconds"] is not None]
-        kinds = dict.fromkeys(kind for place in places for kind in ENDING.get(place, KILL_OR_STOP))
+        kinds = dict.fromkeys(kind for place in places for kind in ENDING.get(place, REPLACED))
         seen = {kind: [fault["seen_seconds"] for fault in faults if fault["kind"] == kind] for kind in kinds}
         found[group] = {
             "trials": len(struck),
@@ -404,9 +425,23 @@ def figures(trials: Sequence[Mapping[str, Any]], undisturbed: Sequence[Mapping[s
             "lost_seconds_median": round(statistics.median(lost), 2) if lost else None,
             "woke": sum(fault["woke"] for fault in faults),
         }
+    kinds: dict[str, dict[str, int]] = {}
+    for each in trials:
+        for fault in each["faults"]:
+            counts = kinds.setdefault(kind_of_fault(each["setting"], fault), {"faults": 0, "recovered": 0, "equal": 0})
+            counts["faults"] += 1
+            counts["recovered"] += each["status"] == 0
+            counts["equal"] += not each["differs_in"]
     left = {kind: sum(each["left"][kind] for each in trials) for kind in ("processes", "segments")}
     false = {"runs": len(undisturbed), "replaced": sum(each["replaced"] for each in undisturbed)}
-    return {**found, "left": left, "false_replacements": false}
+    return {**found, "kinds": dict(sorted(kinds.items())), "left": left, "false_replacements": false}
+
+
+def kind_of_fault(setting: str, fault: Mapping[str, Any]) -> str:
+    """What was done to what, and when where the run said so: ``kill rank in save_checkpoint``."""
+    of = " of two workers" if setting == "grpo_workers" and fault["place"] == "engine" else ""
+    when = " in the start" if fault["step"] < 0 else f" in {fault['during']}" if fault.get("during") else ""
+    return f"{fault['kind']} {fault['place']}{of}{when}"
 
 
 def share(values: Iterable[bool]) -> float | None:
