@@ -43,9 +43,10 @@ from benchmarks import environment_tasks
 from benchmarks.process_use import MARK, kind_of, processes
 from benchmarks.report import machine, read_result, update_result
 from examples.demo.task import layers_for, write_task
+from tests.support.clusters import TwoNodes
 from tests.support.runs import differences, outcome
 
-type Kind = Literal["kill", "stop", "terminate", "interrupt", "fill", "few"]
+type Kind = Literal["kill", "stop", "terminate", "interrupt", "fill", "few", "cut"]
 
 ROOT = Path(__file__).parents[1]
 SIGNALS: Mapping[Kind, signal.Signals] = {
@@ -66,8 +67,12 @@ ENDING: Mapping[str, tuple[Kind, ...]] = {
     "driver files": ("few",),
     "rank files": ("few",),
     "engine files": ("few",),
+    "starting rank": ("kill",),
+    "starting engine": ("kill",),
 }
 """Places that are no processes which a run replaces, and what is done to each."""
+NODES: Mapping[str, tuple[Kind, ...]] = {"node": ("kill",), "relay": ("cut",)}
+"""A node of several, and the network between it and the others; another node takes its place at once."""
 
 FEWEST_FAULTS, MOST_FAULTS, ENDS = 2, 4, 4
 RUN_SECONDS, END_SECONDS, START_SECONDS = 1200.0, 30.0, 30.0
@@ -95,7 +100,8 @@ SETTINGS: dict[str, tuple[str, Mapping[str, Any], tuple[str, ...]]] = {
     "sft_bridge": ("sft", {**SFT, "backend": "bridge"}, ("rank",)),
     "sft_pp2": ("sft", {**SFT, "pp": 2}, ("rank",)),
     "sft_memory": ("sft", {**SFT, "save_every": 0, "recover": "memory"}, ("rank", "holder")),
-    "sft_ends": ("sft", SFT, tuple(place for place in ENDING if place != "engine files")),
+    "sft_ends": ("sft", SFT, tuple(place for place in ENDING if "engine" not in place)),
+    "sft_nodes": ("sft", {**SFT, "placement": "spread"}, tuple(NODES)),
     "grpo_ends": ("grpo", GRPO, tuple(ENDING)),
     "grpo": ("grpo", GRPO, ("rank", "engine")),
     "grpo_bridge": ("grpo", {**GRPO, "backend": "bridge"}, ("rank", "engine")),
@@ -109,7 +115,7 @@ SETTINGS: dict[str, tuple[str, Mapping[str, Any], tuple[str, ...]]] = {
 }
 """Command, options (``TASKS`` is a folder) and the kinds of processes that are struck."""
 
-UNDISTURBED = {"sft_memory": "sft_native", "sft_ends": "sft_native", "grpo_ends": "grpo"}
+UNDISTURBED = {**dict.fromkeys(("sft_memory", "sft_ends", "sft_nodes"), "sft_native"), "grpo_ends": "grpo"}
 """Settings that must come to what another one comes to, left alone."""
 
 RANKS_REPLACED = re.compile(
@@ -170,21 +176,22 @@ def draw(name: str, number: int, steps: int, places: Sequence[str]) -> list[Faul
     ends = [(place, kind) for place in places for kind in ENDING.get(place, ())]
     count = ENDS if ends else generator.randint(FEWEST_FAULTS, MOST_FAULTS)
     chosen = [places[number % len(places)], *(generator.choice(places) for _ in range(count - 1))]
-    found = [(place, generator.choice(REPLACED)) for place in chosen]
+    found = [(place, generator.choice(NODES.get(place, REPLACED))) for place in chosen]
     if ends:
         found = [ends[(number * count + each) % len(ends)] for each in range(count)]
     generator.shuffle(found)
     # Each has its part of the run: faults at the same moment would be one.
     moments = [(part + generator.random()) * (steps + 0.2) / count for part in range(count)]
-    if ends and generator.random() < 0.5:
-        starting = generator.randrange(count)
-        moments[starting] = -generator.random()
+    for index, (place, _) in enumerate(found):
+        if place.startswith("starting") or (ends and generator.random() < 0.15):
+            moments[index] = -generator.random()
     return [Fault(kind, place, moment, generator.random()) for (place, kind), moment in zip(found, moments, strict=True)]
 
 
 @dataclass
 class Command:
-    """A run in a process of its own; ``lines`` are what it has said, each with when it came.
+    """A run in a process of its own, on a ``cluster`` of its own or the Ray that it starts; ``lines`` are what it has said,
+    each with when it came.
 
     With "disk" among ``places`` its folder is a small file system; "shared memory" as the first gives it a small
     ``/dev/shm`` of its own.
@@ -198,9 +205,19 @@ class Command:
     lines: list[tuple[float, str]] = field(default_factory=list)
     hangs: bool = False
     ended: float = math.inf
+    cluster: TwoNodes | None = None
 
     @classmethod
-    def start(cls, name: str, folder: Path, tasks: Path, places: Sequence[str] = (), *, again: int = 0) -> Command:
+    def start(
+        cls,
+        name: str,
+        folder: Path,
+        tasks: Path,
+        places: Sequence[str] = (),
+        *,
+        again: int = 0,
+        cluster: TwoNodes | None = None,
+    ) -> Command:
         example, options, _ = SETTINGS[name]
         (folder / "run").mkdir(parents=True, exist_ok=bool(again))
         if "disk" in places and not again:
@@ -211,14 +228,23 @@ class Command:
         confined = ("unshare", "--mount", "sh", "-c", mount, "sh") if "shared memory" in places[:1] else ()
         resumes = ("--resume", "auto") if again else ()
         process = subprocess.Popen(
-            (*confined, sys.executable, "-m", "rl_backend.cli", example, *files, *resumes),
+            (
+                *confined,
+                *(cluster.inside if cluster else ()),
+                sys.executable,
+                "-m",
+                "rl_backend.cli",
+                example,
+                *files,
+                *resumes,
+            ),
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
-            env={**os.environ, MARK: mark},
+            env={**os.environ, **(cluster.environment if cluster else {}), MARK: mark},
             start_new_session=True,
         )
-        made = cls(process, folder, mark, f"log-{again}" if again else "log")
+        made = cls(process, folder, mark, f"log-{again}" if again else "log", cluster=cluster)
         threading.Thread(target=made._read, daemon=True).start()
         return made
 
@@ -246,7 +272,7 @@ class Command:
             elif left and math.isinf(due) and self.steps() >= int(left[0].moment):
                 due = time.monotonic() + left[0].moment % 1 * pace
             if time.monotonic() >= due:
-                struck = self._strike(left[0], {fault.process for fault in faults})
+                struck = self._strike(left[0], {fault.process for fault in faults if fault.place not in {**ENDING, **NODES}})
                 left, due = (left[1:], math.inf) if struck else (left, due + 0.2)
             attribute(self.lines, faults)
             for fault in faults:
@@ -263,7 +289,7 @@ class Command:
 
     def _strike(self, fault: Fault, struck: set[Process]) -> bool:
         """False while no process of this place is there."""
-        parts = fault.place.removesuffix(" files").split(" and ")
+        parts = fault.place.removesuffix(" files").removeprefix("starting ").split(" and ")
         found = {part: self._processes(part) - struck for part in reversed(parts)}
         if not all(found.values()):
             return False
@@ -275,7 +301,7 @@ class Command:
         return True
 
     def _processes(self, place: str) -> set[Process]:
-        if place in ("driver", "terminal", "disk", "shared memory"):
+        if place in ("driver", "terminal", "disk", "shared memory", *NODES):
             found = {Process.of(self.process.pid)}
         else:
             found = {Process.of(pid) for pid, command in processes(self.mark) if place_of(command) == place}
@@ -288,6 +314,10 @@ class Command:
             resource.prlimit(pid, resource.RLIMIT_NOFILE, (number, number))
         elif fault.kind == "fill":
             fill(self.folder / "run" if fault.place == "disk" else Path(f"/proc/{pid}/root/dev/shm"))
+        elif fault.place in NODES:
+            assert self.cluster is not None, "a setting of several nodes"
+            (self.cluster.remove_last_node if fault.kind == "kill" else self.cluster.cut_last_node_off)()
+            self.cluster.add_another_node()
         elif fault.place == "terminal":
             os.killpg(pid, SIGNALS[fault.kind])
         else:
@@ -337,7 +367,7 @@ def attribute(lines: Sequence[tuple[float, str]], faults: Sequence[Fault]) -> No
         if fault.place == "holder":
             fault.seen = next((when for when, line in after if HOLDER_LOST.search(line)), None)
             continue
-        if fault.place == "rank":
+        if fault.place in ("rank", *NODES):
             replaced = [(when, line, found) for when, line in after if (found := RANKS_REPLACED.search(line))]
             for when, line, found in replaced[:1]:
                 began, fault.back = when - 60 * int(found["minutes"] or 0) - float(found["seconds"]), when
@@ -377,8 +407,10 @@ def trial(name: str, number: int, folder: Path, tasks: Path, expected: Path) -> 
     metrics = next(lines for file, lines in wanted.items() if file.endswith("metrics.jsonl"))
     pace = statistics.median(sum(step[each] for each in step if "seconds/" in each) for step in metrics)
     waiting, ended, left = faults, [], 0
+    cluster = TwoNodes(apart=True) if set(places) & {*NODES} else None
     while True:
-        command = Command.start(name, folder, tasks, [fault.place for fault in waiting], again=len(ended))
+        there = [fault.place for fault in waiting]
+        command = Command.start(name, folder, tasks, there, again=len(ended), cluster=cluster)
         command.disturb(waiting, pace)
         status, left = command.process.returncode, left + command.end()
         last = [fault for fault in waiting if fault.at < math.inf][-1:]
@@ -390,6 +422,8 @@ def trial(name: str, number: int, folder: Path, tasks: Path, expected: Path) -> 
         said = [line for _, line in command.lines[-3:]]
         ended.append({"kind": last[0].kind, "place": last[0].place, "status": status, "hangs": command.hangs, "said": said})
         (folder / "run" / FILLER).unlink(missing_ok=True)
+    if cluster is not None:
+        cluster.close()
     found = ["it failed"] if status else differences(outcome(folder / "run"), wanted)[:8]
     if any(fault.place == "disk" for fault in faults):
         subprocess.run(("umount", "--lazy", folder / "run"), check=True)
@@ -409,12 +443,13 @@ def trial(name: str, number: int, folder: Path, tasks: Path, expected: Path) -> 
 def figures(trials: Sequence[Mapping[str, Any]], undisturbed: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Shares of trials that ended, and that ended as the undisturbed run, by what was struck; seconds of their faults."""
     found: dict[str, Any] = {}
-    groups = {"ranks": ("rank",), "engines": ("engine", "worker"), "holders": ("holder",), "runs": tuple(ENDING)}
+    groups: dict[str, tuple[str, ...]] = {"ranks": ("rank",), "engines": ("engine", "worker"), "holders": ("holder",)}
+    groups |= {"nodes": tuple(NODES), "runs": tuple(ENDING)}
     for group, places in groups.items():
         struck = [each for each in trials if any(fault["place"] in places for fault in each["faults"])]
         faults = [fault for each in struck for fault in each["faults"] if fault["place"] in places]
         lost = [fault["lost_seconds"] for fault in faults if fault["lost_seconds"] is not None]
-        kinds = dict.fromkeys(kind for place in places for kind in ENDING.get(place, REPLACED))
+        kinds = dict.fromkeys(kind for place in places for kind in {**ENDING, **NODES}.get(place, REPLACED))
         seen = {kind: [fault["seen_seconds"] for fault in faults if fault["kind"] == kind] for kind in kinds}
         found[group] = {
             "trials": len(struck),

@@ -23,6 +23,7 @@ from benchmarks.process_use import MARK, kind_of, processes
 from benchmarks.recovery import (
     ENDING,
     ENDS,
+    NODES,
     PAUSE_SECONDS,
     REPLACED,
     SETTINGS,
@@ -52,7 +53,7 @@ def test_faults_are_drawn_by_the_number_of_a_trial_and_every_place_has_its_turn(
         assert [each.moment for each in faults] == sorted(each.moment for each in faults)
         assert all(0 <= each.moment <= 10.2 and each.at == math.inf for each in faults)
     assert {each.kind for faults in drawn for each in faults} == {*REPLACED}
-    assert all(set(places) <= {"rank", "engine", "worker", "holder", *ENDING} for _, _, places in SETTINGS.values())
+    assert all(set(places) <= {"rank", "engine", "worker", "holder", *ENDING, *NODES} for _, _, places in SETTINGS.values())
     ends = SETTINGS["sft_ends"][2]
     kinds = {(place, kind) for place in ends for kind in ENDING[place]}
     endings = [draw("sft_ends", number, 40, ends) for number in range(math.ceil(len(kinds) / ENDS))]
