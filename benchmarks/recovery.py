@@ -104,6 +104,8 @@ SETTINGS: dict[str, tuple[str, Mapping[str, Any], tuple[str, ...]]] = {
     "sft_nodes": ("sft", {**SFT, "placement": "spread"}, tuple(NODES)),
     "grpo_ends": ("grpo", GRPO, tuple(ENDING)),
     "grpo": ("grpo", GRPO, ("rank", "engine")),
+    "grpo_ahead": ("grpo", {**GRPO, "max_staleness": 1}, ("rank", "engine")),
+    "ppo": ("ppo", GRPO, ("rank", "engine")),
     "grpo_bridge": ("grpo", {**GRPO, "backend": "bridge"}, ("rank", "engine")),
     "grpo_workers": ("grpo", {**GRPO, "engines": 1, "rollout": {**ROLLOUT, "tensor_parallel": 2}}, ("engine", "worker")),
     "tenants": (
