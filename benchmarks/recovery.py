@@ -127,6 +127,7 @@ RANKS_REPLACED = re.compile(
 ENGINE_LOST = re.compile(r"warning: (engine \d+)\b.*it is started again")
 HOLDER_LOST = re.compile(r"keeps the state of training ranks in memory was lost")
 BEGUN = re.compile(r" model +loading")
+STARTED = re.compile(r" ranks +starting .*: (?:(\d+) min )?([\d.]+) s$")
 NOT_STRUCK = Process(0, "")
 
 
@@ -264,12 +265,20 @@ class Command:
         counts = [file.read_bytes().count(b"\n") for file in (self.folder / "run").rglob("metrics.jsonl")]
         return sum(counts) // max(len(counts), 1)
 
+    def start_seconds(self) -> float | None:
+        """Of the training group."""
+        found = [found for _, line in self.lines if (found := STARTED.search(line))]
+        return 60 * int(found[0][1] or 0) + float(found[0][2]) if found else None
+
     def disturb(self, faults: Sequence[Fault], pace: float) -> None:
         """Strikes at the moments of ``faults`` until the run ends or takes too long; ``pace`` is the seconds of a step."""
         left, due = list(faults), math.inf
         deadline = time.monotonic() + RUN_SECONDS
         while self.process.poll() is None and time.monotonic() < deadline:
-            if left and math.isinf(due) and left[0].moment < 0:
+            # Of two nodes one must be left.
+            if any(fault.place in NODES and fault.at < math.inf and fault.back is None for fault in faults):
+                pass
+            elif left and math.isinf(due) and left[0].moment < 0:
                 due = self.began + left[0].moment % 1 * START_SECONDS
             elif left and math.isinf(due) and self.steps() >= int(left[0].moment):
                 due = time.monotonic() + left[0].moment % 1 * pace
@@ -438,6 +447,8 @@ def trial(name: str, number: int, folder: Path, tasks: Path, expected: Path) -> 
         "faults": [fault.told() for fault in faults if fault.at < math.inf],
         "left": {"processes": left, "segments": len(stale_segments())},
         "seconds": round(time.monotonic() - began, 1),
+        "start_seconds": command.start_seconds(),
+        "step_seconds": round(pace, 3),
         **({"said": [line for _, line in command.lines[-8:]]} if status else {}),
     }
 
@@ -459,7 +470,7 @@ def figures(trials: Sequence[Mapping[str, Any]], undisturbed: Sequence[Mapping[s
             "recovered_fraction": share(each["status"] == 0 for each in struck),
             "equal_fraction": share(not each["differs_in"] for each in struck),
             "detect_seconds_p95": {kind: p95(seconds) for kind, seconds in seen.items()},
-            "lost_seconds_median": round(statistics.median(lost), 2) if lost else None,
+            "lost_seconds_median": median(lost),
             "woke": sum(fault["woke"] for fault in faults),
         }
     kinds: dict[str, dict[str, int]] = {}
@@ -469,6 +480,10 @@ def figures(trials: Sequence[Mapping[str, Any]], undisturbed: Sequence[Mapping[s
             counts["faults"] += 1
             counts["recovered"] += each["status"] == 0
             counts["equal"] += not each["differs_in"]
+    memory = [each for each in trials if each["setting"] == "sft_memory" and each.get("start_seconds")]
+    lost = [fault["lost_seconds"] for each in memory for fault in each["faults"] if fault["lost_seconds"] is not None]
+    begun = [each["start_seconds"] + each["step_seconds"] for each in memory]
+    found["memory"] = {"lost_seconds_median": median(lost), "step_and_start_seconds_median": median(begun)}
     left = {kind: sum(each["left"][kind] for each in trials) for kind in ("processes", "segments")}
     false = {"runs": len(undisturbed), "replaced": sum(each["replaced"] for each in undisturbed)}
     return {**found, "kinds": dict(sorted(kinds.items())), "left": left, "false_replacements": false}
@@ -479,6 +494,10 @@ def kind_of_fault(setting: str, fault: Mapping[str, Any]) -> str:
     of = " of two workers" if setting == "grpo_workers" and fault["place"] == "engine" else ""
     when = " in the start" if fault["step"] < 0 else f" in {fault['during']}" if fault.get("during") else ""
     return f"{fault['kind']} {fault['place']}{of}{when}"
+
+
+def median(values: Sequence[float]) -> float | None:
+    return round(statistics.median(values), 2) if values else None
 
 
 def share(values: Iterable[bool]) -> float | None:

@@ -169,6 +169,9 @@ def test_figures_are_of_the_trials_that_struck_a_place() -> None:
         ranks["detect_seconds_p95"] == {"kill": 3.0, "stop": 5.0, "terminate": None} and ranks["lost_seconds_median"] == 3.0
     )
     assert engines["detect_seconds_p95"] == {"kill": None, "stop": 4.0, "terminate": None}
+    times = {"setting": "sft_memory", "start_seconds": 9.0, "step_seconds": 0.5}
+    in_memory = figures([{**each, **times} for each in trials[:2]], [])["memory"]
+    assert in_memory == {"lost_seconds_median": 3.0, "step_and_start_seconds_median": 9.5}
     assert found["kinds"]["kill rank in step"] == {"faults": 2, "recovered": 1, "equal": 1}
     told = {"kind": "stop", "place": "engine", "step": -0.5}
     assert kind_of_fault("grpo_workers", told) == "stop engine of two workers in the start"
