@@ -276,11 +276,10 @@ class Command:
         deadline = time.monotonic() + RUN_SECONDS
         while self.process.poll() is None and time.monotonic() < deadline:
             # Of two nodes one must be left.
-            if any(fault.place in NODES and fault.at < math.inf and fault.back is None for fault in faults):
-                pass
-            elif left and math.isinf(due) and left[0].moment < 0:
+            whole = not any(fault.place in NODES and fault.at < math.inf and fault.back is None for fault in faults)
+            if left and math.isinf(due) and left[0].moment < 0:
                 due = self.began + left[0].moment % 1 * START_SECONDS
-            elif left and math.isinf(due) and self.steps() >= int(left[0].moment):
+            elif left and math.isinf(due) and whole and self.steps() >= int(left[0].moment):
                 due = time.monotonic() + left[0].moment % 1 * pace
             if time.monotonic() >= due:
                 struck = self._strike(left[0], {fault.process for fault in faults if fault.place not in {**ENDING, **NODES}})
