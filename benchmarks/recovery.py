@@ -407,7 +407,8 @@ def left_alone(name: str, folder: Path, tasks: Path, busy: int) -> dict[str, Any
         raise RuntimeError(f"{name}, left alone, ended with {command.process.returncode} or left processes:\n{said}")
     (folder / "whole").touch()
     replaced = sum(bool(RANKS_REPLACED.search(line) or ENGINE_LOST.search(line)) for _, line in command.lines)
-    return {"setting": name, "busy": busy, "replaced": replaced}
+    load = [round(each, 1) for each in os.getloadavg()]
+    return {"setting": name, "busy": busy, "load_averages": load, "replaced": replaced}
 
 
 def trial(name: str, number: int, folder: Path, tasks: Path, expected: Path) -> dict[str, Any]:
