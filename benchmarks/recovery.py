@@ -74,7 +74,7 @@ ENDING: Mapping[str, tuple[Kind, ...]] = {
 NODES: Mapping[str, tuple[Kind, ...]] = {"node": ("kill",), "relay": ("cut",)}
 """A node of several, and the network between it and the others; another node takes its place at once."""
 
-FEWEST_FAULTS, MOST_FAULTS, ENDS = 2, 4, 4
+FAULTS = 5
 RUN_SECONDS, END_SECONDS, START_SECONDS = 1200.0, 30.0, 30.0
 # Of a driver that is stopped: longer than anybody waits who takes a stopped process for dead.
 PAUSE_SECONDS = 12.0
@@ -102,7 +102,7 @@ SETTINGS: dict[str, tuple[str, Mapping[str, Any], tuple[str, ...]]] = {
     "sft_memory": ("sft", {**SFT, "save_every": 0, "recover": "memory"}, ("rank", "holder")),
     "sft_ends": ("sft", SFT, tuple(place for place in ENDING if "engine" not in place)),
     "sft_nodes": ("sft", {**SFT, "placement": "spread"}, tuple(NODES)),
-    "grpo_ends": ("grpo", GRPO, tuple(ENDING)),
+    "grpo_ends": ("grpo", GRPO, ("driver", "gcs", "raylet", "shared memory", "engine files", "starting engine")),
     "grpo": ("grpo", GRPO, ("rank", "engine")),
     "grpo_ahead": ("grpo", {**GRPO, "max_staleness": 1}, ("rank", "engine")),
     "ppo": ("ppo", GRPO, ("rank", "engine")),
@@ -171,22 +171,15 @@ class Fault:
 
 
 def draw(name: str, number: int, steps: int, places: Sequence[str]) -> list[Fault]:
-    """The faults of a trial, in order, always the same of one number.
-
-    Over several trials every place has its turn, and so has every kind of what is struck in :data:`ENDING`.
-    """
+    """The faults of a trial, in order, always the same of one number; in several trials every kind has its turn."""
     generator = random.Random(f"{name} {number}")
-    ends = [(place, kind) for place in places for kind in ENDING.get(place, ())]
-    count = ENDS if ends else generator.randint(FEWEST_FAULTS, MOST_FAULTS)
-    chosen = [places[number % len(places)], *(generator.choice(places) for _ in range(count - 1))]
-    found = [(place, generator.choice(NODES.get(place, REPLACED))) for place in chosen]
-    if ends:
-        found = [ends[(number * count + each) % len(ends)] for each in range(count)]
+    kinds = [(place, kind) for place in places for kind in {**ENDING, **NODES}.get(place, REPLACED)]
+    found = [kinds[(number * FAULTS + each) % len(kinds)] for each in range(FAULTS)]
     generator.shuffle(found)
     # Each has its part of the run: faults at the same moment would be one.
-    moments = [(part + generator.random()) * (steps + 0.2) / count for part in range(count)]
+    moments = [(part + generator.random()) * (steps + 0.2) / FAULTS for part in range(FAULTS)]
     for index, (place, _) in enumerate(found):
-        if place.startswith("starting") or (ends and generator.random() < 0.15):
+        if place.startswith("starting") or (place in ENDING and generator.random() < 0.15):
             moments[index] = -generator.random()
     return [Fault(kind, place, moment, generator.random()) for (place, kind), moment in zip(found, moments, strict=True)]
 
