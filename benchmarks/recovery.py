@@ -176,10 +176,12 @@ def draw(name: str, number: int, steps: int, places: Sequence[str]) -> list[Faul
     kinds = [(place, kind) for place in places for kind in {**ENDING, **NODES}.get(place, REPLACED)]
     found = [kinds[(number * FAULTS + each) % len(kinds)] for each in range(FAULTS)]
     generator.shuffle(found)
+    # What is struck in the start of a command comes first in it.
+    found.sort(key=lambda each: not each[0].startswith("starting"))
     # Each has its part of the run: faults at the same moment would be one.
     moments = [(part + generator.random()) * (steps + 0.2) / FAULTS for part in range(FAULTS)]
     for index, (place, _) in enumerate(found):
-        if place.startswith("starting") or (place in ENDING and generator.random() < 0.15):
+        if place.startswith("starting") or (place in ENDING and not index and generator.random() < 0.5):
             moments[index] = -generator.random()
     return [Fault(kind, place, moment, generator.random()) for (place, kind), moment in zip(found, moments, strict=True)]
 
