@@ -35,10 +35,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from actors.cluster.processes import Process
-from actors.wire.segment import stale_segments
+from actors.wire.segment import DIRECTORY
 from benchmarks import environment_tasks
 from benchmarks.process_use import MARK, kind_of, processes
 from benchmarks.report import machine, read_result, update_result
@@ -75,7 +75,7 @@ NODES: Mapping[str, tuple[Kind, ...]] = {"node": ("kill",), "relay": ("cut",)}
 """A node of several, and the network between it and the others; another node takes its place at once."""
 
 FAULTS = 5
-RUN_SECONDS, END_SECONDS, START_SECONDS = 1200.0, 30.0, 30.0
+RUN_SECONDS, END_SECONDS, START_SECONDS, LOOK_SECONDS = 1200.0, 30.0, 30.0, 2.0
 # Of a driver that is stopped: longer than anybody waits who takes a stopped process for dead.
 PAUSE_SECONDS = 12.0
 DISK, SHARED_MEMORY = "160m", "2g"
@@ -186,10 +186,19 @@ def draw(name: str, number: int, steps: int, places: Sequence[str]) -> list[Faul
     return [Fault(kind, place, moment, generator.random()) for (place, kind), moment in zip(found, moments, strict=True)]
 
 
+class Left(NamedTuple):
+    """What outlives a run by more than :data:`END_SECONDS`: processes (and so who may hold ports, sockets or groups), and
+    files of shared memory.
+    """
+
+    processes: list[str]
+    segments: list[str]
+
+
 @dataclass
 class Command:
     """A run in a process of its own, on a ``cluster`` of its own or the Ray that it starts; ``lines`` are what it has said,
-    each with when it came.
+    each with when it came. ``segments`` are files of shared memory that its processes have had.
 
     With "disk" among ``places`` its folder is a small file system; "shared memory" as the first gives it a small
     ``/dev/shm`` of its own.
@@ -204,6 +213,7 @@ class Command:
     hangs: bool = False
     ended: float = math.inf
     cluster: TwoNodes | None = None
+    segments: set[Path] = field(default_factory=set)
 
     @classmethod
     def start(
@@ -267,7 +277,7 @@ class Command:
 
     def disturb(self, faults: Sequence[Fault], pace: float) -> None:
         """Strikes at the moments of ``faults`` until the run ends or takes too long; ``pace`` is the seconds of a step."""
-        left, due = list(faults), math.inf
+        left, due, looked = list(faults), math.inf, -math.inf
         deadline = time.monotonic() + RUN_SECONDS
         while self.process.poll() is None and time.monotonic() < deadline:
             # Of two nodes one must be left.
@@ -280,6 +290,9 @@ class Command:
                 struck = self._strike(left[0], {fault.process for fault in faults if fault.place not in {**ENDING, **NODES}})
                 left, due = (left[1:], math.inf) if struck else (left, due + 0.2)
             attribute(self.lines, faults)
+            if time.monotonic() > looked + LOOK_SECONDS:
+                looked = time.monotonic()
+                self.segments.update(*(segments_of(pid) for pid, _ in processes(self.mark)))
             for fault in faults:
                 if fault.wakes():
                     fault.woke = True
@@ -328,17 +341,22 @@ class Command:
         else:
             os.kill(pid, SIGNALS[fault.kind])
 
-    def end(self) -> int:
-        """Ends what the run has left behind when :data:`END_SECONDS` have passed; the number of those processes (and so of
-        who may hold ports, sockets or groups).
-        """
+    def end(self) -> Left:
+        """Ends what the run has left behind when :data:`END_SECONDS` have passed, and says what it was."""
         deadline = time.monotonic() + END_SECONDS
         while (left := dict(processes(self.mark))) and time.monotonic() < deadline:
             time.sleep(0.2)
         for pid in left:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-        return len(left)
+        return Left([command[:60] for command in left.values()], [path.name for path in self.segments if path.exists()])
+
+
+def segments_of(pid: int) -> set[Path]:
+    with suppress(OSError):  # it has ended meanwhile
+        mapped = {line.split(maxsplit=5)[-1] for line in (Path("/proc") / str(pid) / "maps").read_text().splitlines()}
+        return {Path(path) for path in mapped if path.startswith(f"{DIRECTORY}/") and not path.endswith(" (deleted)")}
+    return set()
 
 
 def place_of(command: str) -> str:
@@ -397,7 +415,7 @@ def left_alone(name: str, folder: Path, tasks: Path, busy: int) -> dict[str, Any
         for each in neighbours:
             each.kill()
             each.wait()
-    if command.process.returncode or command.end():
+    if command.process.returncode or any(command.end()):
         said = "\n".join(line for _, line in command.lines[-20:])
         raise RuntimeError(f"{name}, left alone, ended with {command.process.returncode} or left processes:\n{said}")
     (folder / "whole").touch()
@@ -412,13 +430,15 @@ def trial(name: str, number: int, folder: Path, tasks: Path, expected: Path) -> 
     faults = draw(name, number, options["steps"], places)
     metrics = next(lines for file, lines in wanted.items() if file.endswith("metrics.jsonl"))
     pace = statistics.median(sum(step[each] for each in step if "seconds/" in each) for step in metrics)
-    waiting, ended, left = faults, [], 0
+    waiting, ended, left = faults, [], Left([], [])
     cluster = TwoNodes(apart=True) if set(places) & {*NODES} else None
     while True:
         there = [fault.place for fault in waiting]
         command = Command.start(name, folder, tasks, there, again=len(ended), cluster=cluster)
         command.disturb(waiting, pace)
-        status, left = command.process.returncode, left + command.end()
+        status, each = command.process.returncode, command.end()
+        left.processes.extend(each.processes)
+        left.segments.extend(each.segments)
         last = [fault for fault in waiting if fault.at < math.inf][-1:]
         if not status or not last or last[0].place not in ENDING or last[0].kind == "stop":
             break
@@ -440,7 +460,7 @@ def trial(name: str, number: int, folder: Path, tasks: Path, expected: Path) -> 
         "differs_in": found,
         **({"ended": ended} if ended else {}),
         "faults": [fault.told() for fault in faults if fault.at < math.inf],
-        "left": {"processes": left, "segments": len(stale_segments())},
+        "left": left._asdict(),
         "seconds": round(time.monotonic() - began, 1),
         "start_seconds": command.start_seconds(),
         "step_seconds": round(pace, 3),
@@ -479,7 +499,7 @@ def figures(trials: Sequence[Mapping[str, Any]], undisturbed: Sequence[Mapping[s
     lost = [fault["lost_seconds"] for each in memory for fault in each["faults"] if fault["lost_seconds"] is not None]
     begun = [each["start_seconds"] + each["step_seconds"] for each in memory]
     found["memory"] = {"lost_seconds_median": median(lost), "step_and_start_seconds_median": median(begun)}
-    left = {kind: sum(each["left"][kind] for each in trials) for kind in ("processes", "segments")}
+    left = {kind: sum(len(each["left"][kind]) for each in trials) for kind in Left._fields}
     false = {"runs": len(undisturbed), "replaced": sum(each["replaced"] for each in undisturbed)}
     return {**found, "kinds": dict(sorted(kinds.items())), "left": left, "false_replacements": false}
 
