@@ -430,7 +430,8 @@ def trial(name: str, number: int, folder: Path, tasks: Path, expected: Path) -> 
     faults = draw(name, number, options["steps"], places)
     metrics = next(lines for file, lines in wanted.items() if file.endswith("metrics.jsonl"))
     pace = statistics.median(sum(step[each] for each in step if "seconds/" in each) for step in metrics)
-    waiting, ended, left = faults, [], Left([], [])
+    waiting, left = faults, Left([], [])
+    ended: list[dict[str, Any]] = []
     cluster = TwoNodes(apart=True) if set(places) & {*NODES} else None
     while True:
         there = [fault.place for fault in waiting]
@@ -488,10 +489,10 @@ def figures(trials: Sequence[Mapping[str, Any]], undisturbed: Sequence[Mapping[s
             "lost_seconds_median": median(lost),
             "woke": sum(fault["woke"] for fault in faults),
         }
-    kinds: dict[str, dict[str, int]] = {}
+    table: dict[str, dict[str, int]] = {}
     for each in trials:
         for fault in each["faults"]:
-            counts = kinds.setdefault(kind_of_fault(each["setting"], fault), {"faults": 0, "recovered": 0, "equal": 0})
+            counts = table.setdefault(kind_of_fault(each["setting"], fault), {"faults": 0, "recovered": 0, "equal": 0})
             counts["faults"] += 1
             counts["recovered"] += each["status"] == 0
             counts["equal"] += not each["differs_in"]
@@ -501,7 +502,7 @@ def figures(trials: Sequence[Mapping[str, Any]], undisturbed: Sequence[Mapping[s
     found["memory"] = {"lost_seconds_median": median(lost), "step_and_start_seconds_median": median(begun)}
     left = {kind: sum(len(each["left"][kind]) for each in trials) for kind in Left._fields}
     false = {"runs": len(undisturbed), "replaced": sum(each["replaced"] for each in undisturbed)}
-    return {**found, "kinds": dict(sorted(kinds.items())), "left": left, "false_replacements": false}
+    return {**found, "kinds": dict(sorted(table.items())), "left": left, "false_replacements": false}
 
 
 def kind_of_fault(setting: str, fault: Mapping[str, Any]) -> str:
