@@ -201,11 +201,16 @@ class RolloutEngine:
         """How long it has served and ended no request; 0 while it sleeps, or waits for the end of a push."""
         return self._vllm.loop.seconds_without_progress
 
-    def pulse(self) -> None:
-        """Answers a heartbeat; raises the error of an engine that is dirty, or has lost a worker or its step loop."""
-        self._vllm.workers.check()
-        self._vllm.loop.check()
-        self._vllm.serving.check_clean()
+    def pulse(self) -> RLBackendError | None:
+        """Answers a heartbeat, with the error of an engine that is dirty, or has lost a worker or its step loop."""
+        # Not raised: Ray prints errors that nobody reads, as of an engine that was replaced meanwhile.
+        try:
+            self._vllm.workers.check()
+            self._vllm.loop.check()
+            self._vllm.serving.check_clean()
+        except RLBackendError as error:
+            return error
+        return None
 
     def take_trace(self, stop: bool = False) -> TraceBatch:
         return recorder.take_batch(stop=stop)
