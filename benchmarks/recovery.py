@@ -38,7 +38,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from actors.cluster.processes import Process
-from actors.wire.segment import DIRECTORY
+from actors.wire.segment import shared_files
 from benchmarks import environment_tasks
 from benchmarks.process_use import MARK, kind_of, processes
 from benchmarks.report import machine, read_result, update_result
@@ -292,7 +292,7 @@ class Command:
             attribute(self.lines, faults)
             if time.monotonic() > looked + LOOK_SECONDS:
                 looked = time.monotonic()
-                self.segments.update(*(segments_of(pid) for pid, _ in processes(self.mark)))
+                self.segments.update(*(shared_files(pid) for pid, _ in processes(self.mark)))
             for fault in faults:
                 if fault.wakes():
                     fault.woke = True
@@ -350,13 +350,6 @@ class Command:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         return Left([command[:60] for command in left.values()], [path.name for path in self.segments if path.exists()])
-
-
-def segments_of(pid: int) -> set[Path]:
-    with suppress(OSError):  # it has ended meanwhile
-        mapped = {line.split(maxsplit=5)[-1] for line in (Path("/proc") / str(pid) / "maps").read_text().splitlines()}
-        return {Path(path) for path in mapped if path.startswith(f"{DIRECTORY}/") and not path.endswith(" (deleted)")}
-    return set()
 
 
 def place_of(command: str) -> str:

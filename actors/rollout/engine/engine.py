@@ -23,7 +23,7 @@ from actors.rollout.engine.step_loop import Completion, Stepper, Stretch
 from actors.rollout.engine.weights import WeightReceiver
 from actors.rollout.messages import EngineInfo, Request, Response, prompt_problem, routes_of
 from actors.rollout.placement import NodePlace
-from actors.wire.segment import host_identity, remove_stale_segments
+from actors.wire.segment import drop_names, host_identity, remove_stale_segments
 from rl_backend.contracts import BatchError, ConfigError, RLBackendError, RolloutError, UnsupportedError
 from rl_backend.trace.recorder import TraceBatch, recorder
 
@@ -165,6 +165,8 @@ class RolloutEngine:
         self._vllm.start(place, self, _make_stepper)
         processes = self._vllm.ask_workers("process")
         self._vllm.workers.watch([process for process in processes if process.pid != os.getpid()])
+        # All of them have it by now.
+        drop_names([os.getpid(), *(process.pid for process in processes)])
         return self.describe()
 
     def describe(self) -> EngineInfo:

@@ -9,7 +9,6 @@ import subprocess
 import sys
 import time
 import uuid
-from multiprocessing.shared_memory import SharedMemory
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -36,7 +35,6 @@ from benchmarks.recovery import (
     fill,
     kind_of_fault,
     place_of,
-    segments_of,
 )
 from rl_backend.contracts import EngineDeadError
 from tests.support.runs import differences, outcome, write_run
@@ -202,13 +200,3 @@ def test_runs_differ_in_metrics_samples_and_weights_and_not_in_times_and_events(
     assert found == ["model/model.safetensors", "samples.jsonl:1: reward"]
     assert differences({**wanted, "held_out.jsonl": []}, wanted) == ["only one run has held_out.jsonl"]
     json.dumps(wanted)
-
-
-def test_shared_memory_of_a_process_is_found() -> None:
-    segment = SharedMemory(create=True, size=4096)
-    try:
-        assert Path("/dev/shm") / segment.name in segments_of(os.getpid())
-    finally:
-        segment.close()
-        segment.unlink()
-    assert Path("/dev/shm") / segment.name not in segments_of(os.getpid()) and segments_of(2**30) == set()
