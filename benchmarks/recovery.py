@@ -275,19 +275,21 @@ class Command:
         found = [found for _, line in self.lines if (found := STARTED.search(line))]
         return 60 * int(found[0][1] or 0) + float(found[0][2]) if found else None
 
-    def disturb(self, faults: Sequence[Fault], pace: float) -> None:
+    def disturb(self, faults: Sequence[Fault], pace: float, save_every: int = 0) -> None:
         """Strikes at the moments of ``faults`` until the run ends or takes too long; ``pace`` is the seconds of a step."""
-        left, due, looked = list(faults), math.inf, -math.inf
+        left, due, looked, earliest = list(faults), math.inf, -math.inf, 0
         deadline = time.monotonic() + RUN_SECONDS
         while self.process.poll() is None and time.monotonic() < deadline:
             # Of two nodes one must be left.
             whole = not any(fault.place in NODES and fault.at < math.inf and fault.back is None for fault in faults)
             if left and math.isinf(due) and left[0].moment < 0:
                 due = self.began + left[0].moment % 1 * START_SECONDS
-            elif left and math.isinf(due) and whole and self.steps() >= int(left[0].moment):
+            elif left and math.isinf(due) and whole and self.steps() >= max(int(left[0].moment), earliest):
                 due = time.monotonic() + left[0].moment % 1 * pace
             if time.monotonic() >= due:
                 struck = self._strike(left[0], {fault.process for fault in faults if fault.place not in {**ENDING, **NODES}})
+                # What is scarce now is missed at the next checkpoint at the latest.
+                earliest = self.steps() + save_every + 1 if struck and left[0].kind in ("fill", "few") else earliest
                 left, due = (left[1:], math.inf) if struck else (left, due + 0.2)
             attribute(self.lines, faults)
             if time.monotonic() > looked + LOOK_SECONDS:
@@ -429,7 +431,7 @@ def trial(name: str, number: int, folder: Path, tasks: Path, expected: Path) -> 
     while True:
         there = [fault.place for fault in waiting]
         command = Command.start(name, folder, tasks, there, again=len(ended), cluster=cluster)
-        command.disturb(waiting, pace)
+        command.disturb(waiting, pace, options["save_every"])
         status, each = command.process.returncode, command.end()
         left.processes.extend(each.processes)
         left.segments.extend(each.segments)
