@@ -114,6 +114,8 @@ class RolloutConfig(BaseConfig):
             call raises. Meanwhile the others sample, also what it had not answered. A new engine has the weights and
             adapters that the others serve, or waits for the next push. 0 starts none: calls raise the error of a lost
             engine, and ``RolloutGroup.restart`` replaces it.
+        call_timeout: seconds that an engine may take for a call that samples nothing, such as loading the weights of a push,
+            before it counts as dead; in a push by gloo, also seconds that it and a training rank wait for each other.
         sampling_timeout: seconds in which an engine that serves ends one of its requests. One that does not counts as dead
             and is ended.
         engine_args: further keyword arguments of ``vllm.EngineArgs``; unknown ones are refused before an engine starts.
@@ -147,6 +149,7 @@ class RolloutConfig(BaseConfig):
     start_timeout: Annotated[float, MAY_CHANGE] = Field(default=600.0, gt=0)
     heartbeat_timeout: Annotated[float, MAY_CHANGE] = Field(default=60.0, ge=10)
     max_restarts: Annotated[int, MAY_CHANGE] = Field(default=3, ge=0)
+    call_timeout: Annotated[float, MAY_CHANGE] = Field(default=600.0, gt=0)
     sampling_timeout: Annotated[float, MAY_CHANGE] = Field(default=3600.0, gt=0)
     engine_args: dict[str, Any] = Field(default_factory=dict)
 

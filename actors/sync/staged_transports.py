@@ -26,6 +26,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Executor
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from datetime import timedelta
 from itertools import chain
 from typing import Any, Literal, NamedTuple
 
@@ -34,7 +35,6 @@ import torch
 from torch import Tensor
 
 from actors.cluster.rendezvous import (
-    GLOO_TIMEOUT,
     GlooAddress,
     GlooGroup,
     RendezvousPoint,
@@ -417,12 +417,13 @@ class GlooTransport(StagedTransport):
             return
         self._push = None
         nodes = [rollout.infos[engine].node_ip for engine in members]
-        listening = train.run_on_ranks(listen, plan.key, plan.senders, nodes)
+        listening = train.run_on_ranks(listen, plan.key, plan.senders, nodes, rollout.config.call_timeout)
         addresses = {rank: address for rank, address in enumerate(listening) if address is not None}
         positions = {engine: position for position, engine in enumerate(members, start=1)}
         joining = rollout.start_call("join_gloo", plan.key, addresses, each=lambda engine: (positions[engine],))
         connected = train.run_on_ranks(connect, plan.key)
-        raise_failures(rollout.gather(joining, 2 * GLOO_TIMEOUT.total_seconds()))
+        # A rank that waits in vain says so first.
+        raise_failures(rollout.gather(joining, 2 * rollout.config.call_timeout))
         raise_failures(dict(enumerate(connected)))
         self._members, self._source = members, train
 
@@ -458,13 +459,15 @@ class _Connection:
         return tensor.nbytes, 0
 
 
-def listen(context: SourceContext, key: str, senders: Sequence[int], nodes: Sequence[str]) -> GlooAddress | None:
+def listen(
+    context: SourceContext, key: str, senders: Sequence[int], nodes: Sequence[str], timeout: float
+) -> GlooAddress | None:
     """Where engines on ``nodes`` meet this rank, if it is a sender."""
     if context.rank not in senders:
         return None
     disconnect(context, key)
-    point = RendezvousPoint(rendezvous_address([node_address(), *nodes]), GLOO_TIMEOUT)
-    address = GlooAddress(point.rendezvous, 1 + len(nodes))
+    point = RendezvousPoint(rendezvous_address([node_address(), *nodes]), timedelta(seconds=timeout))
+    address = GlooAddress(point.rendezvous, 1 + len(nodes), timeout)
     context.state[key] = _Connection(point, address)
     return address
 
@@ -477,7 +480,8 @@ def connect(context: SourceContext, key: str) -> RLBackendError | None:
         connection.group = GlooGroup(connection.address, 0)
     except RuntimeError as error:
         return WeightSyncError(
-            f"transport='gloo': an engine did not join rank {context.rank} in {GLOO_TIMEOUT.total_seconds():g} s: {error}"
+            f"transport='gloo': an engine did not join rank {context.rank} in {connection.address.timeout:g} s "
+            f"(RolloutConfig.call_timeout): {error}"
         )
     return None
 

@@ -19,7 +19,7 @@ from rl_backend.lab.text import as_number, count, duration, short
 FILE_NAME = "report.html"
 MOST_CHARTS = 120
 # Begin the names of metrics of what befell processes.
-EVENTS, MOST_EVENTS = ("recovery/", "engines/"), 100
+EVENTS, MOST_EVENTS = ("recovery/", "engines/", "reshape/"), 100
 # Points of all curves, which bounds the size of the file, and limits of one curve.
 ALL_POINTS, MOST_POINTS, FEWEST_POINTS = 12_000, 300, 40
 

@@ -166,6 +166,14 @@ FAULTS = [
         "one run would take another's weights away",
     ),
     Fault(
+        "an-engine-that-is-killed-leaves-shared-memory",
+        "actors.rollout.engine.engine:RolloutEngine.start",
+        "drop_names([os.getpid(), *(process.pid for process in processes)])",
+        "pass",
+        ("test_an_engine_starts_on_cores_of_its_own_and_says_what_it_is",),
+        "each engine of several workers that ends would leave names, and the memory behind them, until the next reboot",
+    ),
+    Fault(
         "short-segments-are-mapped",
         "actors.wire.segment:map_segment",
         "if size < nbytes:",

@@ -107,6 +107,7 @@ class Engines:
 
     def __init__(self) -> None:
         self.engines: tuple[int, ...] = (1, 4)
+        self.config = SimpleNamespace(call_timeout=77.5)
         self.infos = {
             engine: SimpleNamespace(pid=engine, node_ip=f"ip {engine}", name=f"engine {engine}", host="host")
             for engine in (1, 2, 4)
@@ -189,7 +190,7 @@ def test_gloo_sends_what_all_ranks_export_to_a_segment_of_each_engine_over_one_g
         assert [info.offset for info in staged.manifest.tensors] == [info.offset for info in layout]
         assert [info.digest for info in staged.manifest.tensors] == [tensor_digest(each) for each in WEIGHTS.values()]
         assert staged.sent == (128, 0, 0)
-        address: Any = GlooAddress("rendezvous at ip 0", 3)  # type: ignore[arg-type]
+        address: Any = GlooAddress("rendezvous at ip 0", 3, 77.5)  # type: ignore[arg-type]
         join: list[Any] = [("join_gloo", "key", {0: address}, {1: (1,), 4: (2,)})] if push == 0 else []
         receive = ("receive", "key", WeightManifest(version=4, tensors=layout), False)
         assert rollout.asked == [("make_segment", nbytes), *join, receive]
@@ -200,7 +201,7 @@ def test_gloo_sends_what_all_ranks_export_to_a_segment_of_each_engine_over_one_g
     assert train.ranks[0].exports[0] == (None, torch.float32, None, 0)
     rollout.engines = (4,)
     transport.stage(PLAN, train, engines)
-    address = GlooAddress("rendezvous at ip 0", 2)  # type: ignore[arg-type]
+    address = GlooAddress("rendezvous at ip 0", 2, 77.5)  # type: ignore[arg-type]
     assert ("join_gloo", "key", {0: address}, {4: (1,)}) in rollout.asked, "the engines have changed"
     assert member.closed == 1
     rollout.asked.clear()
@@ -308,12 +309,14 @@ def test_an_engine_that_does_not_join_is_an_error_of_the_source_rank_alone(monke
 
     monkeypatch.setattr(staged_module, "GlooGroup", late)
     rank: Any = Rank(0)
-    rank.state["key"] = staged_module._Connection(Point("x", None), GlooAddress("rendezvous", 3))  # type: ignore[arg-type]
+    rank.state["key"] = staged_module._Connection(Point("x", None), GlooAddress("rendezvous", 3, 77.5))  # type: ignore[arg-type]
     error = staged_module.connect(rank, "key")
-    assert isinstance(error, WeightSyncError) and "did not join rank 0 in 120 s: 1 of 3 came" in str(error)
+    assert isinstance(
+        error, WeightSyncError
+    ) and "did not join rank 0 in 77.5 s (RolloutConfig.call_timeout): 1 of 3 came" in str(error)
     other: Any = Rank(1)
     assert staged_module.connect(other, "key") is None
-    assert staged_module.listen(other, "key", [0, 2], ["x"]) is None and not other.state
+    assert staged_module.listen(other, "key", [0, 2], ["x"], 77.5) is None and not other.state
 
 
 @pytest.fixture

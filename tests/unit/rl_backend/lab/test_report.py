@@ -112,12 +112,14 @@ def test_events_of_processes_and_resumes_stand_in_the_order_of_their_steps(tmp_p
     lost = {
         3: {"engines/died": 1.0, "engines/seconds_lost": 12.5},
         2: {"recovery/count": 1.0},
+        4: {"reshape/ranks": 1.0},
     }
     resumed = [{"after_step": 2, "at": "2026-01-01", "damaged": ["step-00000004"]}, "?", {"after_step": "?"}]
     page = report(write_run(tmp_path, 4, lambda step: {"reward": 0.5} | lost.get(step, {}), run={"resumed": resumed}))
     assert [line.text for line in page.one("section", id="events").all("li")] == [
         "step 2: recovery count 1, resumed after it at 2026-01-01, because step-00000004 was damaged",
         "step 3: engines died 1, engines seconds lost 12.5",
+        "step 4: reshape ranks 1",
     ]
     assert not report(write_run(tmp_path / "quiet", 4, lambda step: {"reward": 0.5})).all("section", id="events")
 
