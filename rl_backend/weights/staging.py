@@ -213,10 +213,10 @@ def check_staged(
         WeightCheckError: tensors that lie outside the buffer, overlap, have another digest, or hold NaN or infinity; or
             rectangles that are not the tensors, every element once.
     """
-    _check_places(buffer, manifest.tensors)
+    _check_places(buffer, manifest.placed)
     if manifest.parts:
         # What no rectangle covers is what the buffer held before, and has no digest.
-        require_covered(manifest.tensors, manifest.parts)
+        require_covered(manifest.placed, manifest.parts)
     found = intact or {}
     left = [info for info in manifest.pieces if found.get(str(info)) != info]
     inspections = _inspect(buffer, left, threads)

@@ -73,12 +73,12 @@ class Rank:
     def shard_infos(self, handle: Any, *, dtype: torch.dtype) -> tuple[TensorPart, ...]:
         return ()
 
-    def export_shards(self, handle: Any, *, dtype: torch.dtype) -> Iterator[WeightShard]:
+    def export_shards(self, handle: Any, *, dtype: torch.dtype, held: bool) -> Iterator[WeightShard]:
+        assert held
         for name, tensor in self.weights.items():
-            mine = [part for part in PARTS if (part.name, part.rank) == (name, self.rank)]
-            held = tensor[mine[0].region].clone() if mine else tensor[:0]
-            start = mine[0].start if mine else (0,) * tensor.dim()
-            yield WeightShard(name, tuple(tensor.shape), start, held)
+            for part in PARTS:
+                if (part.name, part.rank) == (name, self.rank):
+                    yield WeightShard(name, tuple(tensor.shape), part.start, tensor[part.region].clone())
 
     def export_weights(self, handle: Any, *, dtype: torch.dtype, byte_budget: int | None) -> Any:
         self.exports.append((handle.ref, dtype, byte_budget, self.rank))
