@@ -141,7 +141,7 @@ class PushPlan:
         """What is sent, of all rectangles or of those of one rank, with places in a staging buffer."""
         parts = [part for part in self.parts if rank in (None, part.rank)]
         if self.tiles:
-            tiles, _ = plan_layout(self.tiles)
+            tiles = plan_layout(self.tiles)[0]
             cut = tuple(TileMap(tiles).cut_parts(parts))
             return WeightManifest(version=self.version, tensors=self.infos, tiles=tiles, parts=cut)
         layout, _ = plan_layout(self.infos)

@@ -123,9 +123,9 @@ def check_manifest(manifest: WeightManifest, expected: ExpectedWeights, *, engin
 ALIGNMENT = 64
 
 
-def plan_layout(tensors: Iterable[TensorInfo]) -> tuple[tuple[TensorInfo, ...], int]:
+def plan_layout[I: TensorInfo](tensors: Iterable[I]) -> tuple[tuple[I, ...], int]:
     """The tensors with aligned offsets, in order, and the bytes that the buffer needs (at least one alignment unit)."""
-    placed: list[TensorInfo] = []
+    placed: list[I] = []
     end = 0
     for tensor in tensors:
         placed.append(tensor.replace(offset=end))

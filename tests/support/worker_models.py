@@ -38,7 +38,9 @@ class _Group:
 
 
 @contextmanager
-def worker_model(path: Path, rank: int, size: int, **engine_args: Any) -> Iterator[tuple[nn.Module, Any]]:
+def worker_model(
+    path: Path, rank: int, size: int, *, device: str = "cpu", **engine_args: Any
+) -> Iterator[tuple[nn.Module, Any]]:
     """The model of worker ``rank`` of ``size``, with random weights that no kernel packs, and vLLM's configuration of it."""
     with config_folder(read_hf_config(path)) as folder:
         config = _vllm_config(path, size, hf_config_path=folder, **engine_args)
@@ -48,7 +50,7 @@ def worker_model(path: Path, rank: int, size: int, **engine_args: Any) -> Iterat
         mock.patch.multiple(parallel_state, **groups),
         set_current_vllm_config(config),
         set_default_torch_dtype(torch.float32),
-        torch.device("cpu"),
+        torch.device(device),
     ):
         model = initialize_model(config)
         with torch.no_grad():

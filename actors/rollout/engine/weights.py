@@ -180,7 +180,8 @@ class WeightReceiver:
             )
         self.begin_update()
         # What ranks sent is put together and verified: workers take tiles, or whole tensors.
-        self.update({"manifest": manifest.replace(parts=()).model_dump_json()})
+        placed = {"tensors": ()} if manifest.tiles else {}
+        self.update({"manifest": manifest.replace(parts=(), **placed).model_dump_json()})
         self.finish_update(version)
         return time.perf_counter() - started
 

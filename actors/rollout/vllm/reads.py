@@ -46,7 +46,7 @@ class StandIn(Tensor):
 
     @staticmethod
     def __new__(cls, elements: Elements, place: Tensor) -> StandIn:
-        made = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+        made = Tensor._make_wrapper_subclass(
             cls,
             place.shape,
             strides=place.stride(),
@@ -55,12 +55,12 @@ class StandIn(Tensor):
             device=elements.device,
         )
         made.elements, made.place = elements, place
-        return made  # type: ignore[no-any-return]
+        return made
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
@@ -134,7 +134,7 @@ class HeldElements:
         if not held.is_contiguous():
             # Dimensions of a view may run over several of the rectangle's.
             start, held = tuple(first for first, _ in box), held[_slices(box, start)].contiguous()
-        origin = _indices(place.storage_offset(), _strides(self._shape))
+        origin = _indices(int(place.storage_offset()), _strides(self._shape))
         offset = sum((index - first) * stride for index, first, stride in zip(origin, start, held.stride(), strict=True))
         strides = [_stride_in(held, stride, self._shape) for stride in place.stride()]
         return held.as_strided(place.shape, strides, held.storage_offset() + offset)
@@ -171,8 +171,8 @@ def box_of(place: Tensor, shape: Sequence[int]) -> Box | None:
     """The rectangle of a contiguous tensor of ``shape`` whose elements a view of it has; None where they are none."""
     steps = [(size, step) for size, step in zip(place.shape, place.stride(), strict=True) if size > 1 and step]
     strides = _strides(shape)
-    first = _indices(place.storage_offset(), strides)
-    last = _indices(place.storage_offset() + sum((size - 1) * step for size, step in steps), strides)
+    first = _indices(int(place.storage_offset()), strides)
+    last = _indices(int(place.storage_offset()) + sum((size - 1) * step for size, step in steps), strides)
     box = tuple((one, other + 1) for one, other in zip(first, last, strict=True))
     sizes = [end - start for start, end in box]
     # Equal runs of equal steps reach equal elements.
