@@ -67,7 +67,8 @@ class StandIn(Tensor):
         if _is_view(func) and isinstance(args[0], StandIn):
             whole = args[0]
             places = func(whole.place, *args[1:], **kwargs)
-            if all(place.dtype == whole.dtype for place in tree_iter(places)):
+            # Some that may be views copy what they cannot see so, or take the bits for another dtype's.
+            if all(_is_view_of(place, whole.place) for place in tree_iter(places)):
                 return tree_map_only(Tensor, lambda place: StandIn(whole.elements, place), places)
         if func is torch.ops.aten.copy_.default and not isinstance(args[0], StandIn):
             target, source = args[:2]
@@ -221,6 +222,10 @@ def _on_meta(model: nn.Module) -> Iterator[None]:
         for layer, info in replaced:
             _place_kernel_tensors(layer, info)
             info.reset()
+
+
+def _is_view_of(place: Tensor, whole: Tensor) -> bool:
+    return place.dtype == whole.dtype and place.untyped_storage()._cdata == whole.untyped_storage()._cdata
 
 
 def _is_view(func: Any) -> bool:
