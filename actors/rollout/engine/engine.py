@@ -126,6 +126,7 @@ class RolloutEngine:
         self._weights = WeightReceiver(self._vllm, self._adapters.load_again)
         self._turns = TurnQueue(self._vllm)
 
+    weight_reads = _answered_by("_weights", WeightReceiver.weight_reads)
     make_segment = _answered_by("_weights", WeightReceiver.make_segment)
     forget_segment = _answered_by("_weights", WeightReceiver.forget_segment)
     join_gloo = _answered_by("_weights", WeightReceiver.join_gloo)
