@@ -21,7 +21,7 @@ from actors.rollout.engine.adapters import AdapterStore
 from actors.rollout.engine.in_process import VllmInProcess
 from actors.rollout.engine.step_loop import Completion, Stepper, Stretch
 from actors.rollout.engine.weights import WeightReceiver
-from actors.rollout.messages import EngineInfo, Request, Response, prompt_problem, routes_of
+from actors.rollout.messages import EngineInfo, Request, Response, WakePart, prompt_problem, routes_of
 from actors.rollout.placement import NodePlace
 from actors.wire.segment import drop_names, host_identity, remove_stale_segments
 from rl_backend.contracts import BatchError, ConfigError, RLBackendError, RolloutError, UnsupportedError
@@ -244,13 +244,15 @@ class RolloutEngine:
         if level == 2:
             self._vllm.serving.forget_version()
 
-    def wake_up(self) -> None:
+    def wake_up(self, part: WakePart = "all") -> None:
         """Takes the GPU's memory back. After level 2, weights must be pushed before the engine samples."""
         self._check_sleep_mode()
-        self._vllm.serving.check("wake up")
-        self._vllm.call(self._vllm.llm.wake_up)
-        self._vllm.serving.wake()
-        if not self._vllm.serving.lacks_weights:  # else turns that have not begun go on waiting, for the push
+        serving = self._vllm.serving
+        tags = serving.tags_to_wake(part)
+        self._vllm.call(self._vllm.llm.wake_up, **({} if tags is None else {"tags": tags}))
+        serving.wake(part)
+        # Without weights turns that have not begun go on waiting, for the push.
+        if serving.state == "serving" and not serving.lacks_weights:
             self._vllm.loop.release()
 
     # The next five are the Host of the step loop.

@@ -252,6 +252,25 @@ def test_an_engine_sleeps_without_its_adapters_and_samples_when_it_has_weights(
     assert versions(generate(made, of([POET]))) == [5], "it is loaded again"
 
 
+@pytest.mark.shows("rollout: weights wake before keys and values, and are pushed in between")
+def test_an_engine_on_gpus_that_train_takes_a_push_between_its_weights_and_its_keys(make: Callable[..., Made]) -> None:
+    made = make(device="cuda", sleep_mode=True)
+    serve(made.engine._vllm.serving, 3)
+    made.engine.sleep(2)
+    made.llm.told.clear()
+    made.engine.wake_up("weights")
+    made.engine.begin_update()
+    made.engine.finish_update(4)
+    made.engine.resume()
+    with pytest.raises(RolloutError, match="cannot sample now: it is asleep"):
+        generate(made, of_call(1))
+    made.engine.wake_up("kv_cache")
+    woken = [told for told in made.llm.told if told[0] == "wake_up"]
+    assert woken == [("wake_up", {"tags": ["weights"]}), ("wake_up", {"tags": ["kv_cache"]})]
+    assert made.llm.told.index(woken[1]) == len(made.llm.told) - 1
+    assert versions(generate(made, of_call(1))) == [4]
+
+
 @pytest.mark.parametrize(("device", "sleep_mode"), [("cpu", False), ("cuda", False), ("cpu", True)])
 def test_only_engines_on_a_gpu_that_were_told_so_sleep(make: Callable[..., Made], device: str, sleep_mode: bool) -> None:
     made = make(device=device, **({"sleep_mode": True} if sleep_mode else {}))
