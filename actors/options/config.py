@@ -115,7 +115,7 @@ def import_writer(name: str) -> Any:
     module, _, attribute = name.partition(":")
     try:
         return getattr(importlib.import_module(module), attribute)
-    except Exception as error:  # a module of the user's may raise anything
+    except Exception as error:  # noqa: BLE001, a module of the user's may raise anything
         problem = f"cannot be imported ({error}); give package.module:Class, or one of {', '.join(BUILT_IN)}"
         raise ConfigError.of("metrics_to", name, problem) from None
 

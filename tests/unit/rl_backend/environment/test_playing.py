@@ -218,7 +218,10 @@ def test_a_cancellation_that_is_the_players_own_ends_its_episode_alone(whole: bo
         (None, "returned NoneType; expected a Result"),
         *((Result(reward=float(each)), f"reward of {each}; it must be a finite number") for each in ("nan", "inf", "-inf")),
         *((Result(reward=each), "no number in its reward or its metrics: ") for each in cast(list[Any], [None, [1], "x"])),
-        *((Result(metrics=each), "no number in its reward or its metrics: ") for each in cast(list[Any], [None, {"a": "x"}])),
+        *(
+            (Result(metrics=each), "no number in its reward or its metrics: ")
+            for each in cast(list[Any], [None, {"a": "x"}])
+        ),
     ],
 )
 def test_a_player_that_returns_no_result_fails(result: Any, problem: str) -> None:
