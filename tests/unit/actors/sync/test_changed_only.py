@@ -139,7 +139,7 @@ def identity(answer: Any) -> Any:
 class Engines:
     """Receivers of engines, each of a process of its own as far as its number says."""
 
-config = SimpleNamespace(sampling_timeout=5.0, call_timeout=5.0, tensor_parallel=1)
+    config = SimpleNamespace(sampling_timeout=5.0, call_timeout=5.0, tensor_parallel=1)
 
     def __init__(self, infos: tuple[TensorInfo, ...], *numbers: int) -> None:
         self.expected = ExpectedWeights({info.name: info for info in infos})
