@@ -92,13 +92,14 @@ def attend_in_blocks(
         if not block.earlier:
             block.diagonal(scores).add_(block.minus_infinity)
         largest = scores.amax(-1, keepdim=True)
-        takes_sinks = sinks is not None and not block.earlier
-        if takes_sinks:
-            sink = block.gather(_of_rows(sinks, query))
+        # Once for each query: with its own keys.
+        own_sinks = None if block.earlier else sinks
+        if own_sinks is not None:
+            sink = block.gather(_of_rows(own_sinks, query))
             largest = torch.maximum(largest, sink)
         weights = scores.sub_(largest).exp_()
         total = weights.sum(-1, keepdim=True)
-        if takes_sinks:
+        if own_sinks is not None:
             total += (sink - largest).exp_()
         attended = torch.bmm(weights, block.keys(value)).div_(total)
         (block.merge if block.earlier else block.put)(out, log_sums, attended, total.log_().add_(largest))
@@ -227,9 +228,9 @@ class _Block(NamedTuple):
     batch: int
     kv_heads: int
     scale: float
+    earlier: bool
     minus_infinity: Tensor  # (queries, queries): what to add to hide what is above the diagonal
     visible: Tensor  # (queries, queries): 1 up to the diagonal and 0 above
-    earlier: bool = False
 
     def scores(self, query: Tensor, key: Tensor) -> Tensor:
         """(batch * kv_heads, group * queries, keys), scaled, not masked."""
@@ -307,7 +308,7 @@ def blocks_of(query: Tensor, key: Tensor, segments: Sequence[tuple[int, int]], t
             for first in range(0, count, most):
                 at = first_query + first * queries, first_key + first * keys
                 sizes = num_queries, num_keys, min(most, count - first)
-                yield _Block(*at, (queries, keys), start, *sizes, key.shape[1], scale, *cut)
+                yield _Block(*at, (queries, keys), start, *sizes, key.shape[1], scale, False, *cut)
         first_query += count * queries
         first_key += count * keys
     if tree is None:
@@ -317,8 +318,8 @@ def blocks_of(query: Tensor, key: Tensor, segments: Sequence[tuple[int, int]], t
         most = max(_BLOCK, _BATCHED_SCORES // (query.shape[1] * keys))
         for first_query in range(first, stop, most):
             queries = min(most, stop - first_query)
-            sizes = queries, keys, 1, key.shape[1], scale
-            yield _Block(first_query, first_key, (queries, keys), 0, *sizes, masks[0], masks[1], earlier=True)
+            at, sizes = (first_query, first_key), (queries, keys, 1)
+            yield _Block(*at, (queries, keys), 0, *sizes, key.shape[1], scale, True, *masks.unbind())
 
 
 _WINDOWED_BLOCK = 512

@@ -44,8 +44,8 @@ FAULTS = [
     Fault(
         "sink-counted-again-for-every-shared-run",
         "rl_backend.primitive.attention:attend_in_blocks",
-        "takes_sinks = sinks is not None and not block.earlier",
-        "takes_sinks = sinks is not None",
+        "own_sinks = None if block.earlier else sinks",
+        "own_sinks = sinks",
         ("test_attention_over_a_tree_is_that_of_its_sequences[None-True]",),
         "answers would drop more of their attention than without sharing",
     ),
