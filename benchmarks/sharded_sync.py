@@ -380,11 +380,11 @@ LINK_GIB = 46.6
 
 
 def read_by_a_worker(path: Path, infos: Sequence[TensorInfo]) -> int:
-    """Bytes that the first worker of an engine is sent, where workers share experts out."""
+    """Bytes that the first worker of an engine is sent; each worker has a part of every expert."""
     from actors.rollout.vllm.reads import record_reads
     from tests.support.worker_models import worker_model
 
-    engine_args: dict[str, Any] = {"enable_expert_parallel": True, "dtype": "bfloat16"}
+    engine_args: dict[str, Any] = {"dtype": "bfloat16"}
     if has_latent_attention(read_hf_config(path)):
         engine_args["attention_backend"] = "CPU_MLA"
     with worker_model(path, 0, COMPUTED_WORKERS, device="meta", **engine_args) as (model, _):
