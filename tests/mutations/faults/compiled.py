@@ -15,10 +15,10 @@ FAULTS = [
         "sequences of other lengths would get each other's gradients",
     ),
     Fault(
-        "operator-leaves-gradients-of-shared-rows-where-they-were-taken",
+        "operator-forgets-gradients-of-what-continues-a-run",
         "rl_backend.primitive.attention_operator:_blocked_backward",
-        "x.new_zeros(num_rows, *x.shape[1:]).index_add_(0, rows, x)",
-        "x.new_zeros(num_rows, *x.shape[1:]).index_copy_(0, rows, x)",
+        "order.segments, runs.tree)",
+        "order.segments, None)",
         (f"{_OPERATOR}[tree-False]",),
         "a prompt would be trained by one of its answers alone",
     ),

@@ -443,8 +443,8 @@ FAULTS = [
     Fault(
         "tiles-for-the-first-that-reads-them",
         "rl_backend.weights.tiles:_tiles_of",
-        "enumerate(boxes) if any(_is_in(cell, box) for box in own))",
-        "enumerate(boxes) if any(_is_in(cell, box) for box in own))[:1]",
+        "tuple(worker for worker, own in enumerate(boxes) if any(_is_in(cell, box) for box in own))",
+        "tuple(worker for worker, own in enumerate(boxes) if any(_is_in(cell, box) for box in own))[:1]",
         ("test_each_worker_gets_what_it_reads_and_nothing_is_sent_twice",),
         "a worker would lack what another one reads, too",
     ),
