@@ -17,8 +17,8 @@ FAULTS = [
     Fault(
         "operator-forgets-gradients-of-what-continues-a-run",
         "rl_backend.primitive.attention_operator:_blocked_backward",
-        "order.segments, runs.tree)",
-        "order.segments, None)",
+        "gradients_in_blocks(grad, query, key, value, out, log_sums, sinks, order.segments, runs.tree)",
+        "gradients_in_blocks(grad, query, key, value, out, log_sums, sinks, order.segments, None)",
         (f"{_OPERATOR}[tree-False]",),
         "a prompt would be trained by one of its answers alone",
     ),
