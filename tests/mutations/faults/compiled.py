@@ -15,12 +15,12 @@ FAULTS = [
         "sequences of other lengths would get each other's gradients",
     ),
     Fault(
-        "operator-forgets-gradients-of-what-continues-a-run",
-        "rl_backend.primitive.attention_operator:_blocked_backward",
-        "gradients_in_blocks(grad, query, key, value, out, log_sums, sinks, order.segments, runs.tree)",
-        "gradients_in_blocks(grad, query, key, value, out, log_sums, sinks, order.segments, None)",
+        "operator-takes-each-run-for-a-child-of-another",
+        "rl_backend.primitive.attention_operator:_Runs.of",
+        "tuple(parents[0][1:])",
+        "tuple(parents[0][:-1])",
         (f"{_OPERATOR}[tree-False]",),
-        "a prompt would be trained by one of its answers alone",
+        "compiled layers would show answers the prompts of others",
     ),
     Fault(
         "lengths-of-rows-known-to-compiled-code",
