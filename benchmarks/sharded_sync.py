@@ -12,8 +12,8 @@ what changed, and another one all, over gloo on the loopback interface, where by
 step: 8 % of the weights, which come from a quantised file, lie just between two bfloat16 numbers, and any step moves them.
 ``rates`` has what one thread copies with a digest in a second, and of what it finds a patch, by share of changed elements.
 
-**computed**: bytes and seconds of pushes of Qwen3-235B-A22B and DeepSeek-V3 from 64 to 512 ranks to engines of eight workers,
-by the plans of both sides, for links of 400 Gbit/s. Nothing is sent: the model of a worker is built on the meta device,
+**computed**: bytes and seconds of pushes of Qwen3-235B-A22B and DeepSeek-V3 from 64 to 512 ranks to engines of eight
+workers, by the plans of both sides, for links of 400 Gbit/s. Nothing is sent: the model of a worker is built on the meta device,
 where its loaders say what they read.
 
 ``python -m benchmarks.sharded_sync [layouts] [changed] [computed]`` writes ``results/sharded_sync.json``.
@@ -226,8 +226,8 @@ def measure_layout(name: str, directory: Path, runs: int, engines: int, held: di
     for way, found in result.items():
         print(
             f"{name}, {way}: largest share {found['largest_share']:.3f}, sent in all {found['sent_in_all']:.3f}, "
-            f"received over held {max(found['received_over_held']):.3f}; push {found['medians']['rectangles']:.3f} s against "
-            f"{found['medians']['one_source']:.3f} s, stage {found['stage_medians']['rectangles']:.3f} s against "
+            f"received over held {max(found['received_over_held']):.3f}; push {found['medians']['rectangles']:.3f} s "
+            f"against {found['medians']['one_source']:.3f} s, stage {found['stage_medians']['rectangles']:.3f} s against "
             f"{found['stage_medians']['one_source']:.3f} s",
             flush=True,
         )
@@ -363,12 +363,28 @@ def measure_all_changed(steps: int) -> dict[str, Any]:
 
 
 QWEN3_235B: dict[str, Any] = {
-    "model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"], "torch_dtype": "bfloat16",
-    "vocab_size": 151936, "hidden_size": 4096, "num_hidden_layers": 94, "num_attention_heads": 64, "head_dim": 128,
-    "num_key_value_heads": 4, "intermediate_size": 12288, "moe_intermediate_size": 1536, "num_experts": 128,
-    "num_experts_per_tok": 8, "norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": [],
-    "max_position_embeddings": 40960, "rms_norm_eps": 1e-6, "rope_theta": 1e6, "tie_word_embeddings": False,
-    "attention_bias": False, "hidden_act": "silu",
+    "model_type": "qwen3_moe",
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "torch_dtype": "bfloat16",
+    "vocab_size": 151936,
+    "hidden_size": 4096,
+    "num_hidden_layers": 94,
+    "num_attention_heads": 64,
+    "head_dim": 128,
+    "num_key_value_heads": 4,
+    "intermediate_size": 12288,
+    "moe_intermediate_size": 1536,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "norm_topk_prob": True,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+    "max_position_embeddings": 40960,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1e6,
+    "tie_word_embeddings": False,
+    "attention_bias": False,
+    "hidden_act": "silu",
 }
 COMPUTED = {"Qwen3-235B-A22B": QWEN3_235B, "DeepSeek-V3": DEEPSEEK_V3}
 COMPUTED_RANKS = (64, 128, 256, 512)
