@@ -13,8 +13,8 @@ step: 8 % of the weights, which come from a quantised file, lie just between two
 ``rates`` has what one thread copies with a digest in a second, and of what it finds a patch, by share of changed elements.
 
 **computed**: bytes and seconds of pushes of Qwen3-235B-A22B and DeepSeek-V3 from 64 to 512 ranks to engines of eight
-workers, by the plans of both sides, for links of 400 Gbit/s. Nothing is sent: the model of a worker is built on the meta device,
-where its loaders say what they read.
+workers, by the plans of both sides, for links of 400 Gbit/s. Nothing is sent: the model of a worker is built on the meta
+device, where its loaders say what they read.
 
 ``python -m benchmarks.sharded_sync [layouts] [changed] [computed]`` writes ``results/sharded_sync.json``.
 """
