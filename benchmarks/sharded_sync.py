@@ -12,9 +12,9 @@ what changed, and another one all, over gloo on the loopback interface, where by
 step: 8 % of the weights, which come from a quantised file, lie just between two bfloat16 numbers, and any step moves them.
 ``rates`` has what one thread copies with a digest in a second, and of what it finds a patch, by share of changed elements.
 
-**computed**: bytes and seconds of pushes of Qwen3-235B-A22B and DeepSeek-V3 from 64 to 512 ranks to engines of 8 workers,
-by the plans of both sides, for links of 400 Gbit/s. Nothing is sent: the model of a worker is built on the meta device,
-where its loaders say what they read.
+**computed**: bytes and seconds of pushes of Qwen3-235B-A22B and DeepSeek-V3 from 64 to 512 ranks to engines of eight
+workers, by the plans of both sides, for links of 400 Gbit/s. Nothing is sent: the model of a worker is built on the meta
+device, where its loaders say what they read.
 
 ``python -m benchmarks.sharded_sync [layouts] [changed] [computed]`` writes ``results/sharded_sync.json``.
 """
@@ -224,13 +224,11 @@ def measure_layout(name: str, directory: Path, runs: int, engines: int, held: di
         ways = ("shared_memory", "gloo")
         result = {way: measure(train, policy, rollout, way, runs, held[model]) for way in ways}
     for way, found in result.items():
-        push, stage = (
-            f"{found[key]['rectangles']:.3f} s against {found[key]['one_source']:.3f} s"
-            for key in ("medians", "stage_medians")
-        )
         print(
             f"{name}, {way}: largest share {found['largest_share']:.3f}, sent in all {found['sent_in_all']:.3f}, "
-            f"received over held {max(found['received_over_held']):.3f}; push {push}, stage {stage}",
+            f"received over held {max(found['received_over_held']):.3f}; push {found['medians']['rectangles']:.3f} s "
+            f"against {found['medians']['one_source']:.3f} s, stage {found['stage_medians']['rectangles']:.3f} s against "
+            f"{found['stage_medians']['one_source']:.3f} s",
             flush=True,
         )
     return result

@@ -156,7 +156,7 @@ class WeightReceiver:
         self._verified, self._push, self._intact, self._ended_push = None, "", {}, push
         with span("verify", "weights", weight_version=manifest.version, nbytes=manifest.nbytes):
             self.check_manifest(manifest)
-            if self._vllm.config.tensor_parallel > 1:
+            if manifest.tiles:
                 require_tiles(manifest, self.weight_reads(), engine=self._vllm.name)
             threads = max(len(self._vllm.cores), 1)
             check_staged(self._map(segment), manifest, engine=self._vllm.name, threads=threads, intact=intact)
