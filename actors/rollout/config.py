@@ -98,7 +98,7 @@ class RolloutConfig(BaseConfig):
         max_adapters: LoRA adapters that are served at one time; more may be pushed, and those not used for longest give way.
             0 serves none. Decoding costs what ``max_adapter_rank`` costs, with every adapter and with none.
         max_adapter_rank: largest rank of an adapter.
-        sleep_mode: allow ``sleep()`` and ``wake_up()``; CUDA only.
+        sleep_mode: allow ``sleep()`` and ``wake_up()``. On a CPU they free keys and values; weights stay where they are.
         require_push: refuse to sample until weights have been pushed.
         turns_at_push: what a push of weights does to turns of episodes that are being sampled. ``finish``: it waits for
             their end, so a turn has one weight version. ``pause``: they stop between two tokens, keep what they have sampled
@@ -210,7 +210,7 @@ class RolloutConfig(BaseConfig):
         return self.max_num_batched_tokens or max(8192, self.max_model_len)
 
 
-_OF_GPUS = ("gpu_memory_utilization", "gpus_per_worker", "sleep_mode")
+_OF_GPUS = ("gpu_memory_utilization", "gpus_per_worker")
 
 
 def check_engine_device(config: RolloutConfig, device: str) -> None:
