@@ -1,7 +1,7 @@
 """Memory of ranks and engines that take turns on the same cores, by phase, beside what a plan says.
 
 GRPO of SmolLM2-135M on sums, with a real vLLM engine, in the order of one GPU: the engine samples and sleeps, the rank takes
-its state from host memory, trains and gives it back, the engine's weights wake and are pushed, its keys and values wake last.
+its state from host memory, trains and gives it back; the engine's weights wake and are pushed, keys and values wake last.
 ``phases`` has the most that the processes held at one time in each (Pss, in GiB, of all steps). On a CPU a sleeping engine
 gives back its keys and values, and keeps its weights; what the rank gives back is host memory as well. So ``emulated`` says
 what a GPU would free beside.
