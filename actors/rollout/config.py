@@ -90,7 +90,7 @@ class RolloutConfig(BaseConfig):
         kv_cache_gib: memory for keys and values; None takes 1 GiB on a CPU and what ``gpu_memory_utilization`` leaves on a
             GPU.
         gpu_memory_utilization: share of a GPU's memory that vLLM may fill, where ``kv_cache_gib`` does not say how much.
-        enforce_eager: no compilation and no CUDA graphs.
+        enforce_eager: no compilation and no CUDA graphs; None for neither on CPUs, and both on GPUs.
         prefix_caching: reuse keys and values, and recurrent states, of equal prompt prefixes; emptied by every push.
         return_routed_experts: samples of a mixture of experts come with the experts of their tokens (``Sample.routes``), for
             router replay.
@@ -132,7 +132,7 @@ class RolloutConfig(BaseConfig):
     max_num_batched_tokens: Annotated[int | None, MAY_CHANGE] = Field(default=None, ge=1)
     kv_cache_gib: Annotated[float | None, MAY_CHANGE] = Field(default=None, gt=0)
     gpu_memory_utilization: Annotated[float, MAY_CHANGE, _OF_ALL_MEMORY] = Field(default=0.9, gt=0, le=1)
-    enforce_eager: Annotated[bool, MAY_CHANGE] = True
+    enforce_eager: Annotated[bool | None, MAY_CHANGE] = None
     prefix_caching: Annotated[bool, MAY_CHANGE] = True
     return_routed_experts: bool = False
     load_tokenizer: Annotated[bool, MAY_CHANGE] = False
