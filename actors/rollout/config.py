@@ -92,7 +92,7 @@ class RolloutConfig(BaseConfig):
         kv_cache_gib: memory for keys and values; None takes 1 GiB on a CPU and what ``gpu_memory_utilization`` leaves on a
             GPU.
         gpu_memory_utilization: share of a GPU's memory that vLLM may fill, where ``kv_cache_gib`` does not say how much.
-        enforce_eager: no compilation and no CUDA graphs.
+        enforce_eager: no compilation and no CUDA graphs; None for neither on CPUs, and both on GPUs.
         prefix_caching: reuse keys and values, and recurrent states, of equal prompt prefixes; emptied by every push.
         return_routed_experts: samples of a mixture of experts come with the experts of their tokens (``Sample.routes``), for
             router replay.
@@ -100,7 +100,7 @@ class RolloutConfig(BaseConfig):
         max_adapters: LoRA adapters that are served at one time; more may be pushed, and those not used for longest give way.
             0 serves none. Decoding costs what ``max_adapter_rank`` costs, with every adapter and with none.
         max_adapter_rank: largest rank of an adapter.
-        sleep_mode: allow ``sleep()`` and ``wake_up()``; CUDA only.
+        sleep_mode: allow ``sleep()`` and ``wake_up()``. On a CPU they free keys and values; weights stay where they are.
         require_push: refuse to sample until weights have been pushed.
         turns_at_push: what a push of weights does to turns of episodes that are being sampled. ``finish``: it waits for
             their end, so a turn has one weight version. ``pause``: they stop between two tokens, keep what they have sampled
@@ -136,7 +136,7 @@ class RolloutConfig(BaseConfig):
     max_num_batched_tokens: Annotated[int | None, MAY_CHANGE] = Field(default=None, ge=1)
     kv_cache_gib: Annotated[float | None, MAY_CHANGE] = Field(default=None, gt=0)
     gpu_memory_utilization: Annotated[float, MAY_CHANGE, _OF_ALL_MEMORY] = Field(default=0.9, gt=0, le=1)
-    enforce_eager: Annotated[bool, MAY_CHANGE] = True
+    enforce_eager: Annotated[bool | None, MAY_CHANGE] = None
     prefix_caching: Annotated[bool, MAY_CHANGE] = True
     return_routed_experts: bool = False
     load_tokenizer: Annotated[bool, MAY_CHANGE] = False
@@ -215,7 +215,7 @@ class RolloutConfig(BaseConfig):
         return self.max_num_batched_tokens or max(8192, self.max_model_len)
 
 
-_OF_GPUS = ("gpu_memory_utilization", "gpus_per_worker", "sleep_mode")
+_OF_GPUS = ("gpu_memory_utilization", "gpus_per_worker")
 
 
 def check_engine_device(config: RolloutConfig, device: str) -> None:

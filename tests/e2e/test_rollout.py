@@ -172,9 +172,9 @@ def test_bad_requests_are_refused_before_they_reach_an_engine(
     assert group.generate([[5, 6]], SamplingConfig(max_new_tokens=2))
 
 
-def test_sleeping_is_refused_on_a_cpu(group: RolloutGroup) -> None:
+def test_sleeping_is_refused_without_its_mode(group: RolloutGroup) -> None:
     for call in (group.sleep, group.wake_up):
-        with pytest.raises(UnsupportedError, match="engine 0 runs on cpu with sleep_mode=False"):
+        with pytest.raises(UnsupportedError, match="engine 0 was started with sleep_mode=False"):
             call()
     assert group.generate([[5, 6]], SamplingConfig(max_new_tokens=2))
 

@@ -230,7 +230,10 @@ class RolloutEngine:
         self._vllm.serving.forget_version()
 
     def sleep(self, level: int) -> None:
-        """Frees the GPU's memory: level 1 keeps the weights in host memory, level 2 drops them, and turns that pause."""
+        """Frees memory: level 1 keeps the weights in host memory, level 2 drops them, and turns that pause.
+
+        On a CPU, where vLLM frees nothing, keys and values are freed; of the weights the memory stays.
+        """
         self._check_sleep_mode()
         self._vllm.serving.check("sleep")
         self._vllm.loop.hold()
@@ -240,15 +243,19 @@ class RolloutEngine:
         self._vllm.loop.call(self._adapters.unload_all)
         # Turns that pause stay vLLM's requests. Their keys and values have been dropped.
         self._vllm.call(self._vllm.llm.sleep, level=level, mode="keep")
+        if self._vllm.device == "cpu":
+            self._vllm.ask_workers("free_cache")
         self._vllm.serving.sleep()
         if level == 2:
             self._vllm.serving.forget_version()
 
     def wake_up(self, part: WakePart = "all") -> None:
-        """Takes the GPU's memory back. After level 2, weights must be pushed before the engine samples."""
+        """Takes the memory back. After level 2, weights must be pushed before the engine samples."""
         self._check_sleep_mode()
         serving = self._vllm.serving
         tags = serving.tags_to_wake(part)
+        if self._vllm.device == "cpu" and part != "weights":
+            self._vllm.ask_workers("take_cache")
         self._vllm.call(self._vllm.llm.wake_up, **({} if tags is None else {"tags": tags}))
         serving.wake(part)
         # Without weights turns that have not begun go on waiting, for the push.
@@ -297,10 +304,10 @@ class RolloutEngine:
             )
 
     def _check_sleep_mode(self) -> None:
-        if not self._vllm.config.sleep_mode or self._vllm.device == "cpu":
+        if not self._vllm.config.sleep_mode:
             raise UnsupportedError(
-                f"{self._vllm.name} runs on {self._vllm.device} with sleep_mode={self._vllm.config.sleep_mode}: sleep() and "
-                "wake_up() need RolloutConfig(device='cuda', sleep_mode=True)"
+                f"{self._vllm.name} was started with sleep_mode=False: sleep() and wake_up() need "
+                "RolloutConfig(sleep_mode=True)"
             )
 
 

@@ -208,19 +208,20 @@ class RolloutGroup:
         self._tell("forget_weights")
 
     def sleep(self, level: int = 1) -> None:
-        """Frees the engines' GPU memory for training: level 1 keeps the weights in host memory, 2 drops them.
+        """Frees the engines' memory for training: level 1 keeps the weights in host memory, 2 drops them. On a CPU keys and
+        values alone are freed.
 
         At level 2 turns that pause (``turns_at_push="pause"``) raise a ``RolloutError``; at level 1 they go on afterwards.
 
         Raises:
-            UnsupportedError: on a CPU, or without ``sleep_mode``.
+            UnsupportedError: without ``sleep_mode``.
             RolloutError: a weight update has begun and not ended.
         """
         # Engines wait for turns in flight, which may take as long as a request.
         self._tell("sleep", level, timeout=self.config.sampling_timeout)
 
     def wake_up(self, part: WakePart = "all") -> None:
-        """Takes the GPU memory back; raises as :meth:`sleep`.
+        """Takes the memory back; raises as :meth:`sleep`.
 
         Where ranks train on the same GPUs: ``wake_up("weights")``, then the push, and ``wake_up("kv_cache")`` when the ranks
         have moved their weights away. Keys and values are then never beside what trains.

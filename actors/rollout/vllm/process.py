@@ -98,7 +98,7 @@ def start_vllm(config: RolloutConfig, device: str) -> Any:
         "tensor_parallel_size": config.tensor_parallel,
         "max_model_len": config.max_model_len,
         "max_num_batched_tokens": config.batched_tokens,
-        "enforce_eager": config.enforce_eager,
+        "enforce_eager": device == "cpu" if config.enforce_eager is None else config.enforce_eager,
         "enable_prefix_caching": config.prefix_caching,
         "enable_return_routed_experts": config.return_routed_experts,
         "seed": config.seed,

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 from vllm.distributed import get_tensor_model_parallel_rank
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
@@ -203,6 +204,27 @@ class WorkerExtension:
 
     def forget_staged(self) -> None:
         self.weight_transfer_engine.shutdown()
+
+    @cached_property
+    def _freed(self) -> list[tuple[torch.UntypedStorage, int]]:
+        """Of keys and values that are freed: their storages, and how large they were."""
+        return []
+
+    def free_cache(self) -> None:
+        """Gives the memory of keys and values back to the system; on a CPU, where vLLM keeps it."""
+        for cache in tree_leaves(self.model_runner.kv_caches):
+            storage = cache.untyped_storage()
+            if storage.nbytes():
+                self._freed.append((storage, storage.nbytes()))
+                storage.resize_(0)
+
+    def take_cache(self) -> None:
+        """Takes it again. Nothing is in it."""
+        while self._freed:
+            storage, nbytes = self._freed.pop()
+            storage.resize_(nbytes)
+            # Attention multiplies places that no token has by 0, which leaves a NaN one.
+            torch.tensor([], dtype=torch.uint8).set_(storage).zero_()
 
     def state_dtypes(self) -> list[str]:
         modules = self.model_runner.get_model().modules()

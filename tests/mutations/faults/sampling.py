@@ -167,4 +167,20 @@ FAULTS = [
         ("test_requests_of_calls_are_refused_where_turns_wait",),
         "a call of sleeping engines would stand still without a word",
     ),
+    Fault(
+        "keys-wake-beside-what-trains",
+        "actors.rollout.engine.in_process:ServingState.tags_to_wake",
+        'if self.state == "asleep" and part == "kv_cache" and not self._weights_are_awake:',
+        "if False:",
+        ("test_an_engine_whose_weights_alone_are_awake_takes_an_update_and_sleeps_on",),
+        "a GPU would hold keys and values beside all that trains",
+    ),
+    Fault(
+        "a-push-wakes-an-engine",
+        "actors.rollout.engine.in_process:ServingState.resume",
+        "self.state = self._before_update",
+        'self.state = "serving"',
+        ("test_an_engine_on_gpus_that_train_takes_a_push_between_its_weights_and_its_keys",),
+        "an engine without keys and values would sample",
+    ),
 ]

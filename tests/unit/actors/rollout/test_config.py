@@ -37,7 +37,6 @@ from rl_backend.contracts import ConfigError
         ({"cores": [[0]], "cores_per_engine": 1}, "not both"),
         ({"cores_per_engine": 3, "tensor_parallel": 2}, "cores_per_engine=3: must be a multiple of tensor_parallel=2"),
         ({"placement": "scatter"}, "placement"),
-        ({"sleep_mode": True, "device": "cpu"}, r"sleep_mode=True: applies to GPU engines only"),
         (
             {"gpu_memory_utilization": 0.5, "device": "cpu"},
             r"gpu_memory_utilization=0\.5: applies to GPU engines only",
@@ -92,7 +91,7 @@ def test_sampling_settings_that_cannot_work_are_refused(settings: dict[str, Any]
         {"gpus_per_worker": 1.0, "tensor_parallel": 2},
         {"max_adapters": 3, "max_adapter_rank": 512},
         {"kv_cache_gib": 1.0, "gpu_memory_utilization": 0.9},
-        {"sleep_mode": True},
+        {"sleep_mode": True, "device": "cpu"},
         {"device": "cpu", "kv_cache_gib": 0.5},
         {"return_routed_experts": True, "engine_args": {"pipeline_parallel_size": 1, "kv_transfer_config": None}},
         {"engine_args": {"pipeline_parallel_size": 2}, "turns_at_push": "pause"},
@@ -113,7 +112,7 @@ def test_a_step_takes_as_many_tokens_as_it_is_told_or_a_whole_prompt() -> None:
 
 
 def test_settings_of_a_gpu_are_refused_for_engines_on_a_cpu_alone() -> None:
-    for name, value in (("gpu_memory_utilization", 0.5), ("gpus_per_worker", 0.5), ("sleep_mode", True)):
+    for name, value in (("gpu_memory_utilization", 0.5), ("gpus_per_worker", 0.5)):
         config = RolloutConfig.model_validate({"model_path": "x", name: value})
         check_engine_device(config, "cuda")
         with pytest.raises(ConfigError, match=rf"RolloutConfig\.{name}={value}: applies to GPU engines only"):

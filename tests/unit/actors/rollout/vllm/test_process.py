@@ -165,8 +165,8 @@ def test_vllm_is_started_with_what_the_configuration_says(vllm: Started, tmp_pat
         "enable_chunked_prefill": False,
     }
     start(tmp_path)
-    found = {name: vllm.arguments[name] for name in ("load_format", "max_num_batched_tokens", "skip_tokenizer_init")}
-    assert found == {"load_format": "rl_backend", "max_num_batched_tokens": 8192, "skip_tokenizer_init": True}
+    names = ("load_format", "max_num_batched_tokens", "skip_tokenizer_init", "enforce_eager")
+    assert [vllm.arguments[name] for name in names] == ["rl_backend", 8192, True, True]
     assert (vllm.arguments["kv_cache_memory_bytes"], vllm.arguments["distributed_executor_backend"]) == (2**30, "uni")
 
 
@@ -213,6 +213,7 @@ def test_engines_on_a_gpu_fill_a_share_of_its_memory_or_what_they_are_told(
     share = {} if gib else {"gpu_memory_utilization": 0.4}
     start(tmp_path, "cuda", fields=LATENT, kv_cache_gib=gib, sleep_mode=True, **share)
     assert vllm.arguments["gpu_memory_utilization"] == (0.9 if gib else 0.4) and vllm.arguments["enable_sleep_mode"] is True
+    assert vllm.arguments["enforce_eager"] is False, "a GPU waits for launches"
     assert vllm.arguments.get("kv_cache_memory_bytes") == (2**29 if gib else None)
     assert not vllm.arguments.keys() & {"enable_chunked_prefill", "attention_backend"}
 

@@ -225,6 +225,21 @@ def test_a_worker_says_what_its_model_has_and_what_vllm_calls_it(worker: Any, re
     assert extension.describe_parameters([]).packed_modules == {}
 
 
+def test_a_worker_gives_back_keys_and_values_and_takes_them_again_empty(worker: Any) -> None:
+    extension: Any = worker.WorkerExtension()
+    both, state = torch.ones(2, 8, 4), torch.ones(3)
+    # Views of one storage, and a layer with several states.
+    extension.model_runner = SimpleNamespace(kv_caches=[both[0], both[1], [state]])
+    for _ in range(2):
+        extension.free_cache()
+        assert both.untyped_storage().nbytes() == state.untyped_storage().nbytes() == 0
+        extension.take_cache()
+        assert torch.equal(both, torch.zeros(2, 8, 4)) and torch.equal(state, torch.zeros(3))
+    both[0] = 1.0
+    extension.take_cache()
+    assert both[0].all(), "what was not freed is left alone"
+
+
 def test_a_worker_names_the_layers_with_experts_and_the_dtypes_of_its_states(
     worker: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
