@@ -337,7 +337,7 @@ def log_probs_smollm2(url: str, _: Path) -> dict[str, Any]:
 @torch.no_grad()
 def _of_last(model: Any, ids: Tensor, count: int) -> Tensor:
     """Log-probs of the last tokens; normalised in float64, because torch's own sum over so many words errs."""
-    logits = model(ids[None]).logits[0, -count - 1 : -1].double()
+    logits: Tensor = model(ids[None]).logits[0, -count - 1 : -1].double()
     return logits.log_softmax(-1).gather(1, ids[-count:, None]).squeeze(1)
 
 
