@@ -28,7 +28,7 @@ import psutil
 
 from benchmarks.report import machine, read_result, update_result
 from benchmarks.tinker_chaos import run_chaos, summary
-from benchmarks.tinker_task import NAME, SHARES, sums, write_names
+from benchmarks.tinker_task import NAME, SHARES, WARM_START, sums, write_names
 from tests.support.libraries import FOLDER, ROOT, cookbook, smollm2
 from tests.support.serve_fuzzer import fuzz as send
 from tests.support.serve_process import Served, serve_command, serving
@@ -87,7 +87,6 @@ RECIPES["math_rl_smollm2"] = {
     "options": {
         **RECIPES["math_rl"]["options"],
         "renderer_name": _OF_SMOLLM2,
-        "groups_per_batch": 6,
         "learning_rate": 2e-4,
     },
     "model": smollm2,
@@ -332,9 +331,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("parts", nargs="*", choices=[*RECIPES, *PARTS, "chaos"], help="default: all")
     parser.add_argument("--folder", type=Path, default=Path("runs/tinker"), help="model and data, made once, and logs")
-    parser.add_argument(
-        "--warm-start-steps", type=int, default=1500, help="of the model, which knows sums from about 1000 on"
-    )
+    parser.add_argument("--warm-start-steps", type=int, default=WARM_START, help=f"of the model (default {WARM_START})")
     parser.add_argument("--runs", type=int, default=1, help="of each recipe; adapters begin with another seed each")
     parser.add_argument("--steps", type=int, help=f"of each recipe (default {STEPS})")
     parser.add_argument("--kills", type=int, default=30, help="of chaos in this call; more calls add to them (default 30)")

@@ -33,12 +33,13 @@ def keep_serving(serve: Serve, listener: socket.socket, options: argparse.Namesp
     served for the first time is not started again, one that fails later is tried three times in a row.
 
     Args:
-        serve: what a process runs; picklable, as the options are.
+        serve: what a process runs.
     """
-    spawn, failed, served = multiprocessing.get_context("spawn"), 0, False
+    # A copy of this process, which has one thread and no work of its own, need not import what is imported here.
+    fork, failed, served = multiprocessing.get_context("fork"), 0, False
     while True:
-        up = spawn.Event()
-        process = spawn.Process(target=_serve, args=(serve, listener, options, up), name="server")
+        up = fork.Event()
+        process = fork.Process(target=_serve, args=(serve, listener, options, up), name="server")
         status = _status(process)
         if up.is_set():
             served, failed = True, 0

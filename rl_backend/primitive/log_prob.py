@@ -147,8 +147,7 @@ def add_matmul(out: Tensor, a: Tensor, b: Tensor, *, beta: int) -> None:
     if a.dtype == out.dtype:
         out.addmm_(a, b, beta=beta)
     elif a.is_cuda:
-        product = torch.mm(a, b, out_dtype=out.dtype)
-        out.copy_(product) if beta == 0 else out.add_(product)
+        torch.addmm(out, a, b, beta=beta, out_dtype=out.dtype, out=out)
     else:
         out.addmm_(a.to(out.dtype), b.to(out.dtype), beta=beta)
 

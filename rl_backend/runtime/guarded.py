@@ -235,8 +235,10 @@ class GuardedRuntime[H: GuardedHandle](Runtime[AnyHandle]):
         return self.engine.stream(self._engine_of(handle).gather_weights(handle, dtype, byte_budget, names))
 
     @guarded
-    def export_shards(self, handle: AnyHandle, *, dtype: torch.dtype | None = None) -> Iterator[WeightShard]:
-        return self.engine.shards(cast(H, handle), dtype)
+    def export_shards(
+        self, handle: AnyHandle, *, dtype: torch.dtype | None = None, held: bool = False
+    ) -> Iterator[WeightShard]:
+        return (self.engine.parts if held else self.engine.shards)(cast(H, handle), dtype)
 
     @guarded
     def shard_infos(self, handle: AnyHandle, *, dtype: torch.dtype | None = None) -> tuple[TensorPart, ...]:

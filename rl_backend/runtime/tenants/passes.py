@@ -179,15 +179,18 @@ def sequences_of(batch: PackedBatch, chosen: Sequence[int], key: int) -> tuple[P
     if list(chosen) == list(range(chosen[0], chosen[-1] + 1)):
         rows = slice(starts[chosen[0]], starts[chosen[-1]] + lengths[chosen[-1]])
     else:
-        rows = torch.cat([torch.arange(starts[each], starts[each] + lengths[each]) for each in chosen]).to(batch.device)
-    index = torch.tensor(chosen, device=batch.device)
+        rows = torch.cat([torch.arange(starts[each], starts[each] + lengths[each]) for each in chosen])
+        rows = rows.to(batch.device, non_blocking=True)
+    index = torch.tensor(chosen)
     meta = {**batch.meta, **batch.meta.get("tenants", {}).get(key, {})}
     own = replace(
         batch,
         input_ids=batch.input_ids[rows],
         seq_lens=batch.seq_lens[list(chosen)],
         token_fields={name: value[rows] for name, value in batch.token_fields.items()},
-        sequence_fields={name: value[index.to(value.device)] for name, value in batch.sequence_fields.items()},
+        sequence_fields={
+            name: value[index.to(value.device, non_blocking=True)] for name, value in batch.sequence_fields.items()
+        },
         meta=meta,
     )
     return own, rows
