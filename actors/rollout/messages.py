@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from actors.rollout.config import SamplingConfig
 from rl_backend.contracts import BatchError, RolloutError, TokenSequence, WeightVersionError, route_fields
 
+type WakePart = Literal["all", "weights", "kv_cache"]
 type EngineState = Literal["serving", "paused", "dirty", "asleep"]
 type FinishReason = Literal["stop", "length", "abort"]
 type ExpertIds = NDArray[np.integer[Any]]

@@ -39,7 +39,7 @@ def broadcast_to_tokens(values: Tensor, seq_lens: Tensor) -> Tensor:
     """(B,) -> (T,): each sequence's value, on any device, at all of its tokens."""
     # Without the size a GPU would be waited for, to learn how many tokens there are.
     tokens = int(seq_lens.sum())
-    return torch.repeat_interleave(values, seq_lens.to(values.device), output_size=tokens)
+    return torch.repeat_interleave(values, seq_lens.to(values.device, non_blocking=True), output_size=tokens)
 
 
 def check_packed(seq_lens: Tensor, **tensors: Tensor) -> None:

@@ -192,24 +192,24 @@ class PackedBatch:
         """(B + 1,) int32 on the batch's device: where each sequence starts, and T."""
         starts = torch.zeros(self.num_sequences + 1, dtype=torch.int32)
         starts[1:] = self.seq_lens.cumsum(0)
-        return starts.to(self.device)
+        return starts.to(self.device, non_blocking=True)
 
     @property
     def position_ids(self) -> Tensor:
         """(T,) int64: each token's position in its own sequence."""
-        return torch.cat([torch.arange(length) for length in self.seq_lens.tolist()]).to(self.device)
+        return torch.cat([torch.arange(length) for length in self.seq_lens.tolist()]).to(self.device, non_blocking=True)
 
     @property
     def sequence_ids(self) -> Tensor:
         """(T,) int64: which of the B sequences a token is in."""
-        return torch.repeat_interleave(torch.arange(self.num_sequences), self.seq_lens).to(self.device)
+        return torch.repeat_interleave(torch.arange(self.num_sequences), self.seq_lens).to(self.device, non_blocking=True)
 
     @property
     def next_ids(self) -> Tensor:
         """(T,) int64: the next token of the same sequence, -100 at each sequence's last position."""
         next_ids = torch.full_like(self.input_ids, -100)
         next_ids[:-1] = self.input_ids[1:]
-        next_ids[(self.seq_lens.cumsum(0) - 1).to(self.device)] = -100
+        next_ids[(self.seq_lens.cumsum(0) - 1).to(self.device, non_blocking=True)] = -100
         return next_ids
 
     @property
@@ -260,13 +260,12 @@ class PackedBatch:
 
     def to(self, device: torch.device | str) -> Self:
         """A copy with every tensor but ``seq_lens`` on ``device``."""
-        # A copy to the host that is not waited for could be read before it is there.
-        non_blocking = torch.device(device).type != "cpu"
-        return type(self)(
-            self.input_ids.to(device, non_blocking=non_blocking),
-            self.seq_lens,
-            {name: value.to(device, non_blocking=non_blocking) for name, value in self.token_fields.items()},
-            {name: value.to(device, non_blocking=non_blocking) for name, value in self.sequence_fields.items()},
-            self.meta,
-            self.payload,
-        )
+
+        # A copy to the host that is not waited for could be read before it is there. One from the host that is waited for
+        # waits for all that the device has to do.
+        def moved(tensor: Tensor) -> Tensor:
+            return tensor.to(device, non_blocking=tensor.device.type == "cpu")
+
+        token_fields = {name: moved(value) for name, value in self.token_fields.items()}
+        sequence_fields = {name: moved(value) for name, value in self.sequence_fields.items()}
+        return type(self)(moved(self.input_ids), self.seq_lens, token_fields, sequence_fields, self.meta, self.payload)

@@ -107,6 +107,7 @@ _ROUNDED = HasEffect(
     lambda config: config.param_dtype != "float32", "with param_dtype='float32' all is computed in float32; leave it out"
 )
 
+type Checkpointing = Literal["none", "selective", "full"]
 type PipelineSchedule = Literal["auto", "1f1b", "interleaved-1f1b", "zb-h1", "zb-h2", "zbv", "dualpipev"]
 
 
@@ -142,7 +143,8 @@ class NativeConfig(BackendConfig):
         head_in_float32: with another ``param_dtype``, the last norm and the head compute in float32, with their parameters
             as the optimizer has them.
         reduce_dtype: dtype in which gradients are accumulated and reduced over ranks.
-        activation_checkpointing: ``full`` recomputes each layer in the backward pass.
+        activation_checkpointing: ``full`` recomputes each layer in the backward pass; ``selective`` keeps attention and
+            every second product of matrices, and recomputes the rest.
         reshard_after_forward: free gathered parameters between forward and backward.
         compile: compile layers with ``torch.compile``, in minutes when the first micro-batch comes; needs a C++ compiler.
         log_prob_chunk_tokens: tokens whose full-vocabulary logits are computed at one time.
@@ -159,7 +161,7 @@ class NativeConfig(BackendConfig):
     param_dtype: Literal["float32", "bfloat16"] = "float32"
     head_in_float32: Annotated[bool, _ROUNDED] = False
     reduce_dtype: Literal["float32", "bfloat16"] = "float32"
-    activation_checkpointing: Annotated[Literal["none", "full"], MAY_CHANGE] = "none"
+    activation_checkpointing: Annotated[Checkpointing, MAY_CHANGE] = "none"
     reshard_after_forward: Annotated[bool, MAY_CHANGE] = True
     compile: Annotated[bool, MAY_CHANGE] = False
     log_prob_chunk_tokens: Annotated[int, MAY_CHANGE] = Field(default=1024, ge=1)

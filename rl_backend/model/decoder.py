@@ -1,15 +1,23 @@
 """Decoders on packed micro-batches: a stack of layers between embeddings and a head, and activation checkpointing."""
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    SelectiveCheckpointContext,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 
 from rl_backend.contracts import BatchError, ConfigError, ModelOptions, ModelOutput, NativeConfig
+from rl_backend.contracts.runtime_config import Checkpointing
 from rl_backend.model.blocks import KeyChoice, Mixed, Mixer, Rotation, RouterInput
 from rl_backend.model.compiled import compiled, require_compiler
 from rl_backend.model.decoder_spec import DecoderSpec
@@ -21,7 +29,7 @@ from rl_backend.parallel.fsdp import apply_fsdp
 from rl_backend.parallel.groups import ParallelGroups
 from rl_backend.parallel.tensor import TensorParallel
 from rl_backend.primitive.adapters import AdapterRun, adapters_at_work
-from rl_backend.primitive.attention import Segments
+from rl_backend.primitive.attention import ATTENDS, Segments
 from rl_backend.primitive.backward import with_added_loss
 from rl_backend.primitive.log_prob import NextToken, next_token_log_probs
 from rl_backend.primitive.norm import NormSpec
@@ -262,7 +270,8 @@ class Decoder(nn.Module):
         if self.mtp is not None and torch.is_grad_enabled():
             added = self._mtp_loss(self.mtp, hidden, inputs, rotations, head)
             found = found._replace(log_probs=with_added_loss(found.log_probs, added))
-        return found.as_output(values)
+        # A tensor of its own: FSDP's hook would be lost when a loss changes a view in place.
+        return found._replace(log_probs=found.log_probs.clone()).as_output(values)
 
     def _mtp_loss(
         self, mtp: MultiTokenPrediction, hidden: Tensor, inputs: ModelInput, rotations: Rotations, head: nn.Module
@@ -383,8 +392,7 @@ def parallelize(module: nn.Module, groups: ParallelGroups, config: NativeConfig)
                 tensor.replicate(norm)
         if module.mtp is not None:
             module.mtp.replicate_own(tensor)
-    if config.activation_checkpointing == "full":
-        checkpoint_layers(units)
+    checkpoint_layers(units, config.activation_checkpointing)
     apply_fsdp(module, units, groups, config, experts=experts)
 
 
@@ -417,12 +425,36 @@ def decoder_family(
     )
 
 
-def checkpoint_layers(layers: Sequence[nn.Module]) -> None:
-    """Makes every layer keep only its inputs and compute the rest again in the backward pass (activation checkpointing).
+def checkpoint_layers(layers: Sequence[nn.Module], kept: Checkpointing) -> None:
+    """Makes every layer compute again in the backward pass what it does not keep (activation checkpointing).
 
-    Call it before :func:`~rl_backend.parallel.fsdp.apply_fsdp`: the gathered parameters then outlive the recomputation.
-    Layers must be deterministic: the state of the random number generators is not kept for the recomputation.
+    With ``full`` it keeps its inputs alone, with ``selective`` attention and every second product of matrices too, as
+    torchtitan does; ``none`` leaves layers as they are. Call it before :func:`~rl_backend.parallel.fsdp.apply_fsdp`: the
+    gathered parameters then outlive the recomputation. Layers must be deterministic: the state of the random number
+    generators is not kept for the recomputation.
     """
+    if kept == "none":
+        return
+    contexts: dict[str, Any] = {"context_fn": _selective} if kept == "selective" else {}
     # In place of ``forward``, not around the module: parameter names stay as they are.
     for layer in layers:
-        layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
+        layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False, **contexts)
+
+
+PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten._grouped_mm.default)
+
+
+def _selective() -> tuple[AbstractContextManager[object], AbstractContextManager[object]]:
+    """Of one pass of one layer: what it runs in, and what the recomputation runs in."""
+    done = Counter[bool]()
+
+    def keep(context: SelectiveCheckpointContext, operation: object, *_: object, **__: object) -> CheckpointPolicy:
+        if operation in PRODUCTS:
+            done[context.is_recompute] += 1
+        kept = str(operation) in ATTENDS or (operation in PRODUCTS and done[context.is_recompute] % 2 == 0)
+        return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+    contexts: tuple[AbstractContextManager[object], AbstractContextManager[object]] = create_selective_checkpoint_contexts(
+        keep
+    )
+    return contexts

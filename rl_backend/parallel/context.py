@@ -93,16 +93,16 @@ def lay_out_tokens(
         query_lens, key_lens = (torch.cat((lens, torch.tensor([len(filler)]))) for lens in (query_lens, key_lens))
     padding = index < 0
     return TokenLayout(
-        index=index.to(device),
-        position_ids=position_ids.to(device),
-        places=places.to(device),
-        padding=padding.to(device) if bool(padding.any()) else None,
+        index=index.to(device, non_blocking=True),
+        position_ids=position_ids.to(device, non_blocking=True),
+        places=places.to(device, non_blocking=True),
+        padding=padding.to(device, non_blocking=True) if bool(padding.any()) else None,
         segments=Segments(
             query_lens=tuple(query_lens.tolist()),
             key_lens=tuple(key_lens.tolist()),
-            cu_queries=_cumulative(query_lens).to(device),
-            cu_keys=_cumulative(key_lens).to(device),
-            key_index=None if cp_size == 1 else key_index.to(device),
+            cu_queries=_cumulative(query_lens).to(device, non_blocking=True),
+            cu_keys=_cumulative(key_lens).to(device, non_blocking=True),
+            key_index=None if cp_size == 1 else key_index.to(device, non_blocking=True),
         ),
         sequence_rows=tuple(row_counts.tolist()),
     )
@@ -118,10 +118,10 @@ def lay_out_tree(tree: PrefixTree, *, multiple: int = 1, device: torch.device | 
     first = torch.full((whole.num_rows,), num_tokens).scatter_reduce_(0, places, torch.arange(num_tokens), "amin")
     padding = first == num_tokens
     return TokenLayout(
-        index=first.masked_fill(padding, -1).to(device),
-        position_ids=whole.position_ids.to(device),
-        places=places.to(device),
-        padding=padding.to(device) if bool(padding.any()) else None,
+        index=first.masked_fill(padding, -1).to(device, non_blocking=True),
+        position_ids=whole.position_ids.to(device, non_blocking=True),
+        places=places.to(device, non_blocking=True),
+        padding=padding.to(device, non_blocking=True) if bool(padding.any()) else None,
         segments=Segments.of_tree(whole, device),
         sequence_rows=tree.sequence_rows,
     )

@@ -265,7 +265,7 @@ class Work:
         scales = [each.scale for each in self._factors]
         if len(set(scales)) == 1:
             return scales[0]
-        return torch.tensor(scales, dtype=self._a.dtype, device=self._a.device)[:, None, None]
+        return torch.tensor(scales, dtype=self._a.dtype).to(self._a.device, non_blocking=True)[:, None, None]
 
     def _of_module(self, y: Tensor) -> Tensor:
         return y if self._columns is None else self._columns.of(y).flatten(1)

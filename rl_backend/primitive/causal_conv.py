@@ -99,7 +99,7 @@ def _rows(seq_lens: tuple[int, ...], room: int, device: torch.device) -> _Rows:
     outputs = torch.arange(sum(seq_lens), device="cpu") + room * sequences.repeat_interleave(lengths)
     starts = lengths.cumsum(0) - lengths + room * sequences
     before = (starts[:, None] + torch.arange(room, device="cpu")).flatten()
-    return _Rows((outputs + room).to(device), before.to(device), outputs.to(device))
+    return _Rows(*(rows.to(device, non_blocking=True) for rows in (outputs + room, before, outputs)))
 
 
 class _Convolution(torch.autograd.Function):

@@ -98,8 +98,9 @@ def chunks_of(seq_lens: tuple[int, ...], device: torch.device, parents: tuple[in
         for step in begins[begins > 0].unique().tolist():
             working = order[at_work[step, order]]
             before = torch.where(begins[working] == step, torch.tensor(parents)[working], working)
-            forks[step] = slots[step - 1, before].to(device)
-    return Chunks(places.to(device), tuple(steps.tolist()), order.to(device), ranks.to(device), tuple(forks))
+            forks[step] = slots[step - 1, before].to(device, non_blocking=True)
+    places, order, ranks = (each.to(device, non_blocking=True) for each in (places, order, ranks))
+    return Chunks(places, tuple(steps.tolist()), order, ranks, tuple(forks))
 
 
 def _first_steps(counts: Sequence[int], parents: Sequence[int]) -> Tensor:

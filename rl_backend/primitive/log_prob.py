@@ -147,8 +147,7 @@ def add_matmul(out: Tensor, a: Tensor, b: Tensor, *, beta: int) -> None:
     if a.dtype == out.dtype:
         out.addmm_(a, b, beta=beta)
     elif a.is_cuda:
-        product = torch.mm(a, b, out_dtype=out.dtype)
-        out.copy_(product) if beta == 0 else out.add_(product)
+        torch.addmm(out, a, b, beta=beta, out_dtype=out.dtype, out=out)
     else:
         out.addmm_(a.to(out.dtype), b.to(out.dtype), beta=beta)
 
@@ -306,8 +305,8 @@ class VocabularyShard(NamedTuple):
 
     start: int  # first token of this rank's part
     vocab_size: int  # tokens of the whole vocabulary
-    largest_over_ranks: Callable[[Tensor], object]  # reduce a tensor over all ranks of the split, in place
-    sum_over_ranks: Callable[[Tensor], object]  # reduce a tensor over all ranks of the split, in place
+    largest_over_ranks: Callable[[Tensor], object]  # in place, as the next
+    sum_over_ranks: Callable[[Tensor], object]
     gather_over_ranks: Callable[[Tensor], Tensor]  # (N, ...) of each rank -> (ranks * N, ...)
 
 

@@ -54,6 +54,7 @@ def test_any_split_over_ranks_and_micro_batches_gives_the_gradients_of_one_rank(
     [
         {"reshard_after_forward": False},
         {"activation_checkpointing": "full"},
+        {"activation_checkpointing": "selective"},
         {"activation_checkpointing": "full", "reshard_after_forward": False},
         {"log_prob_chunk_tokens": 7},
     ],

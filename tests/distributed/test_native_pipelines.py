@@ -87,10 +87,11 @@ def test_mixtures_of_experts_train_in_a_pipeline_as_on_one_rank(
     ("settings", "layout"),
     [
         ({"pipeline_schedule": "zbv", "activation_checkpointing": "full"}, {"pp": 2, "vpp": 2}),
+        ({"pipeline_schedule": "zb-h1", "activation_checkpointing": "selective"}, {"pp": 2}),
         ({"pipeline_schedule": "zb-h1", "reshard_after_forward": False}, {"pp": 2}),
         ({"pipeline_schedule": "zbv", "pipeline_layers": (1, 4, 2, 2)}, {"pp": 2, "vpp": 2}),
     ],
-    ids=["recomputation", "parameters stay gathered", "layers as one says"],
+    ids=["recomputation", "a part kept", "parameters stay gathered", "layers as one says"],
 )
 def test_options_change_nothing(
     ranks: RankPool, dense: Path, dense_on_one_rank: Run, settings: dict[str, Any], layout: dict[str, int]

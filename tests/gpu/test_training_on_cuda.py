@@ -39,12 +39,12 @@ def weights(runtime: NativeRuntime, handle: NativeHandle) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("param_dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("activation_checkpointing", ["none", "full"])
+@pytest.mark.parametrize("activation_checkpointing", ["none", "selective", "full"])
 def test_training_loss_falls(
     untied_model: Path,
     make_runtime: MakeRuntime,
     param_dtype: Literal["float32", "bfloat16"],
-    activation_checkpointing: Literal["none", "full"],
+    activation_checkpointing: Literal["none", "selective", "full"],
 ) -> None:
     runtime = make_runtime(untied_model, param_dtype=param_dtype, activation_checkpointing=activation_checkpointing)
     handle = runtime.build_model()

@@ -21,9 +21,9 @@ from actors.rollout.engine.adapters import AdapterStore
 from actors.rollout.engine.in_process import VllmInProcess
 from actors.rollout.engine.step_loop import Completion, Stepper, Stretch
 from actors.rollout.engine.weights import WeightReceiver
-from actors.rollout.messages import EngineInfo, Request, Response, prompt_problem, routes_of
+from actors.rollout.messages import EngineInfo, Request, Response, WakePart, prompt_problem, routes_of
 from actors.rollout.placement import NodePlace
-from actors.wire.segment import host_identity, remove_stale_segments
+from actors.wire.segment import drop_names, host_identity, remove_stale_segments
 from rl_backend.contracts import BatchError, ConfigError, RLBackendError, RolloutError, UnsupportedError
 from rl_backend.trace.recorder import TraceBatch, recorder
 
@@ -126,6 +126,7 @@ class RolloutEngine:
         self._weights = WeightReceiver(self._vllm, self._adapters.load_again)
         self._turns = TurnQueue(self._vllm)
 
+    weight_reads = _answered_by("_weights", WeightReceiver.weight_reads)
     make_segment = _answered_by("_weights", WeightReceiver.make_segment)
     forget_segment = _answered_by("_weights", WeightReceiver.forget_segment)
     join_gloo = _answered_by("_weights", WeightReceiver.join_gloo)
@@ -165,6 +166,8 @@ class RolloutEngine:
         self._vllm.start(place, self, _make_stepper)
         processes = self._vllm.ask_workers("process")
         self._vllm.workers.watch([process for process in processes if process.pid != os.getpid()])
+        # All of them have it by now.
+        drop_names([os.getpid(), *(process.pid for process in processes)])
         return self.describe()
 
     def describe(self) -> EngineInfo:
@@ -201,11 +204,16 @@ class RolloutEngine:
         """How long it has served and ended no request; 0 while it sleeps, or waits for the end of a push."""
         return self._vllm.loop.seconds_without_progress
 
-    def pulse(self) -> None:
-        """Answers a heartbeat; raises the error of an engine that is dirty, or has lost a worker or its step loop."""
-        self._vllm.workers.check()
-        self._vllm.loop.check()
-        self._vllm.serving.check_clean()
+    def pulse(self) -> RLBackendError | None:
+        """Answers a heartbeat, with the error of an engine that is dirty, or has lost a worker or its step loop."""
+        # Not raised: Ray prints errors that nobody reads, as of an engine that was replaced meanwhile.
+        try:
+            self._vllm.workers.check()
+            self._vllm.loop.check()
+            self._vllm.serving.check_clean()
+        except RLBackendError as error:
+            return error
+        return None
 
     def take_trace(self, stop: bool = False) -> TraceBatch:
         return recorder.take_batch(stop=stop)
@@ -236,13 +244,15 @@ class RolloutEngine:
         if level == 2:
             self._vllm.serving.forget_version()
 
-    def wake_up(self) -> None:
+    def wake_up(self, part: WakePart = "all") -> None:
         """Takes the GPU's memory back. After level 2, weights must be pushed before the engine samples."""
         self._check_sleep_mode()
-        self._vllm.serving.check("wake up")
-        self._vllm.call(self._vllm.llm.wake_up)
-        self._vllm.serving.wake()
-        if not self._vllm.serving.lacks_weights:  # else turns that have not begun go on waiting, for the push
+        serving = self._vllm.serving
+        tags = serving.tags_to_wake(part)
+        self._vllm.call(self._vllm.llm.wake_up, **({} if tags is None else {"tags": tags}))
+        serving.wake(part)
+        # Without weights turns that have not begun go on waiting, for the push.
+        if serving.state == "serving" and not serving.lacks_weights:
             self._vllm.loop.release()
 
     # The next five are the Host of the step loop.

@@ -8,7 +8,7 @@ from typing import Any, Literal
 from actors.cluster.processes import Process
 from actors.rollout.config import RolloutConfig
 from actors.rollout.engine.step_loop import Host, StepLoop, Stepper
-from actors.rollout.messages import AdapterVersion, EngineState
+from actors.rollout.messages import AdapterVersion, EngineState, WakePart
 from actors.rollout.placement import NodePlace, choose_cores
 from actors.rollout.vllm.expected import expected_weights
 from actors.rollout.vllm.process import prepare_process, start_vllm
@@ -69,8 +69,9 @@ class ServingState:
     """Whether an engine may sample or be updated, and the version of the weights that it serves.
 
     It samples only while it is ``serving``. An update goes :meth:`pause` -> :meth:`finish` -> :meth:`resume`, between
-    which it is ``paused``. A failure after :meth:`pause` leaves it ``dirty`` for good. Turns wait where calls are
-    refused, except those of a dirty engine.
+    which it is ``paused``. One that is ``asleep`` takes updates when its weights are awake, and sleeps on afterwards. A
+    failure after :meth:`pause` leaves it ``dirty`` for good. Turns wait where calls are refused, except those of a dirty
+    engine.
     """
 
     def __init__(self, name: str, *, require_push: bool = False) -> None:
@@ -79,6 +80,8 @@ class ServingState:
         self.version = UNVERSIONED
         self._require_push = require_push
         self._update_is_open = False
+        self._weights_are_awake = False
+        self._before_update: EngineState = "serving"
         self._failure = ""
 
     @property
@@ -87,6 +90,8 @@ class ServingState:
 
     def pause(self) -> None:
         self.check("take weights")
+        if self.state != "paused":
+            self._before_update = self.state
         self.state, self._update_is_open = "paused", True
 
     def finish(self, version: int) -> None:
@@ -98,15 +103,28 @@ class ServingState:
             return
         if self._update_is_open:
             self.check("sample")
-        self.state = "serving"
+        self.state = self._before_update
 
     def sleep(self) -> None:
         self.check("sleep")
-        self.state = "asleep"
+        self.state, self._weights_are_awake = "asleep", False
 
-    def wake(self) -> None:
+    def wake(self, part: WakePart) -> None:
+        """After the weights alone it is still asleep; after all, or the rest, it serves."""
         self.check("wake up")
-        self.state = "serving"
+        if self.state == "asleep" and part == "weights":
+            self._weights_are_awake = True
+        else:
+            self.state, self._weights_are_awake = "serving", False
+
+    def tags_to_wake(self, part: WakePart) -> list[str] | None:
+        """What vLLM is asked for; None for all. Raises :class:`RolloutError` where that cannot be woken now."""
+        self.check("wake up")
+        if self.state == "asleep" and part == "kv_cache" and not self._weights_are_awake:
+            problem = "wake its weights before its keys and values, which would otherwise be beside what trains"
+            raise RolloutError(f"{self._name} is asleep: {problem}", engine=self._name, part=part)
+        # vLLM maps memory a second time that is asked for twice.
+        return ["kv_cache"] if self._weights_are_awake and part == "all" else None if part == "all" else [part]
 
     def fail(self, failure: str) -> bool:
         # The first failure is kept: later ones are its consequences.
@@ -125,6 +143,12 @@ class ServingState:
 
     def check(self, action: Action) -> None:
         self.check_clean()
+        if self.state == "asleep" and self._weights_are_awake:
+            if action == "take weights":
+                return
+            if action == "sleep":
+                problem = "its weights are awake, and vLLM does not put them back to sleep; wake_up() all of it before"
+                raise RolloutError(f"{self._name} cannot sleep now: {problem}", engine=self._name, state=self.state)
         if self.state not in _FROM[action]:
             raise RolloutError(
                 f"{self._name} cannot {action} now: {_WHY_NOT[self.state]}", engine=self._name, state=self.state

@@ -20,7 +20,7 @@ from actors.rollout.group.engines import EngineSet, engine_name, raise_failures
 from actors.rollout.group.healing import Healing
 from actors.rollout.group.heartbeats import ending_stopped
 from actors.rollout.group.turns import GroupTurns
-from actors.rollout.messages import AdapterVersion, EngineInfo, Request, Sample
+from actors.rollout.messages import AdapterVersion, EngineInfo, Request, Sample, WakePart
 from actors.rollout.placement import EnginePlacement, places_on_nodes
 from rl_backend.contracts import ConfigError, EngineDeadError, RLBackendError, RolloutError, UnsupportedError
 
@@ -219,9 +219,13 @@ class RolloutGroup:
         # Engines wait for turns in flight, which may take as long as a request.
         self._tell("sleep", level, timeout=self.config.sampling_timeout)
 
-    def wake_up(self) -> None:
-        """Takes the GPU memory back; raises as :meth:`sleep`."""
-        self._tell("wake_up")
+    def wake_up(self, part: WakePart = "all") -> None:
+        """Takes the GPU memory back; raises as :meth:`sleep`.
+
+        Where ranks train on the same GPUs: ``wake_up("weights")``, then the push, and ``wake_up("kv_cache")`` when the ranks
+        have moved their weights away. Keys and values are then never beside what trains.
+        """
+        self._tell("wake_up", part)
 
     def describe(self) -> dict[int, EngineInfo]:
         outcomes = self.engine_set.call("describe")
@@ -282,7 +286,7 @@ class RolloutGroup:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _tell(self, method: str, *args: Any, timeout: float = 600.0) -> None:
+    def _tell(self, method: str, *args: Any, timeout: float | None = None) -> None:
         with self.engine_set.updating():
             raise_failures(self.engine_set.call(method, *args, timeout=timeout))
 

@@ -19,6 +19,7 @@ from vllm.model_executor.layers.fused_moe import unquantized_fused_moe_method
 from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
+from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 from vllm.model_executor.models.gpt_oss import GptOssModel
 from vllm.platforms import current_platform
 from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler, apply_top_k_top_p
@@ -281,7 +282,8 @@ def _as_loaders_take_them(model: Any, weights: Iterable[tuple[str, Tensor]]) -> 
                 yield f"{experts[1]}.{number}.{experts[2]}", expert
         elif name.endswith(".attn.sinks"):
             sinks, heads = parameters[name], len(parameters[name])
-            sinks.weight_loader(sinks, tensor.narrow(0, heads * get_tensor_model_parallel_rank(), heads))
+            load = getattr(sinks, "weight_loader", default_weight_loader)
+            load(sinks, tensor.narrow(0, heads * get_tensor_model_parallel_rank(), heads))
         else:
             yield name, tensor
 

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from vllm.distributed import get_tensor_model_parallel_rank
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
     WeightTransferInitInfo,
@@ -46,10 +47,12 @@ from actors.rollout.vllm.patches import (
     route_by_sigmoid_without_groups,
     turn_generators_back,
 )
+from actors.rollout.vllm.reads import record_reads, stand_ins
 from actors.wire.segment import map_segment
 from rl_backend.checkpoint.hf_reader import HFReader
-from rl_backend.contracts import WeightManifest, name_of_dtype
+from rl_backend.contracts import TensorInfo, WeightManifest, name_of_dtype
 from rl_backend.weights.staging import read_tensor
+from rl_backend.weights.tiles import Box
 
 BACKEND = "rl_backend"
 """Name under which vLLM's ``WeightTransferConfig`` finds :class:`SwitchingWeightTransferEngine`."""
@@ -97,7 +100,11 @@ class StagedWeightTransferEngine(WeightTransferEngine[StagedInitInfo, StagedUpda
     def receive_weights(self, update_info: StagedUpdateInfo) -> None:
         assert self._buffer is not None, "init_transfer_engine() comes before"
         buffer, manifest = self._buffer, WeightManifest.model_validate_json(update_info.manifest)
-        self.model.load_weights((info.name, read_tensor(buffer, info)) for info in manifest.tensors)
+        self.model.load_weights(
+            stand_ins(manifest.tiles, buffer, get_tensor_model_parallel_rank())
+            if manifest.tiles
+            else ((info.name, read_tensor(buffer, info)) for info in manifest.tensors)
+        )
 
     def finish_weight_update(self) -> None:
         finalize_layerwise_reload(self.model, self.model_config)
@@ -187,6 +194,9 @@ class WorkerExtension:
             dict(getattr(model, "packed_modules_mapping", {})),
             {name: mapper._map_name(name) if mapper else name for name in checkpoint},
         )
+
+    def weight_reads(self, infos: Sequence[TensorInfo]) -> dict[str, tuple[Box, ...]]:
+        return record_reads(self.model_runner.get_model(), infos)
 
     def process(self) -> Process:
         return Process.of(os.getpid())

@@ -375,4 +375,4 @@ def _mean_indexer_loss(
 @lru_cache(maxsize=8)
 def _row_counts(tree: PrefixTree, device: torch.device) -> Tensor:
     # The layers of a model ask for the same in turn; only the first waits for a transfer to the device.
-    return tree.row_counts.to(device)
+    return tree.row_counts.to(device, non_blocking=True)

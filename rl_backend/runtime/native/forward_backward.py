@@ -161,7 +161,8 @@ def _row_sequences(batch: PackedBatch, layout: TokenLayout | None, groups: Paral
 
 
 def _at_predictions(runs: Sequence[AdapterRun], of_rows: Tensor) -> tuple[AdapterRun, ...]:
-    edges = torch.tensor([edge for run in runs for edge in (run.start, run.stop)], dtype=torch.int64, device=of_rows.device)
+    edges = torch.tensor([edge for run in runs for edge in (run.start, run.stop)], dtype=torch.int64)
+    edges = edges.to(of_rows.device, non_blocking=True)
     # Ascending, so that those of a run are neighbours too.
     places = torch.searchsorted(of_rows, edges).tolist()
     return tuple(

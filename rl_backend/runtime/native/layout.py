@@ -191,6 +191,9 @@ def _check_compiled(family: ModelFamily, native: NativeConfig, *, splits_backwar
         f"pipeline_schedule={native.pipeline_schedule!r} puts gradients of weights off, which compiled code "
         "computes together with those of inputs": splits_backward,
         f"model family {family.name!r} does not say ModelFamily.compiles": not family.compiles,
+        "activation_checkpointing='selective' chooses among operations, and a compiled layer is one": (
+            native.activation_checkpointing == "selective"
+        ),
     }
     if found := [reason for reason, holds in reasons.items() if holds]:
         raise ConfigError.of("NativeConfig.compile", True, f"{', and '.join(found)}; change that, or leave it out")

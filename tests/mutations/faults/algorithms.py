@@ -248,7 +248,7 @@ FAULTS = [
     Fault(
         "labels-run-into-the-next-sequence",
         "rl_backend.contracts.batch:PackedBatch.next_ids",
-        "next_ids[(self.seq_lens.cumsum(0) - 1).to(self.device)] = -100",
+        "next_ids[(self.seq_lens.cumsum(0) - 1).to(self.device, non_blocking=True)] = -100",
         "next_ids[-1] = -100",
         ("test_positions_boundaries_and_labels_follow_from_the_lengths",),
         "a sequence would be trained to predict the next one's first token",

@@ -154,4 +154,28 @@ FAULTS = [
         (_EVALUATED,),
         "half a download would be a traceback of vLLM, a minute later",
     ),
+    Fault(
+        "none-is-no-choice-on-the-command-line",
+        "rl_backend.options.command_line:_value",
+        'texts[-1] == "none" and not any("none" in get_args(each) for each in found)',
+        'texts[-1] == "none"',
+        ("test_none_is_nothing_or_the_choice_of_that_name",),
+        "activation_checkpointing of a file could not be switched off by a flag",
+    ),
+    Fault(
+        "gpu-check-ends-pytest-alone",
+        "rl_backend.cli.gpu_check:run_tests",
+        "os.killpg(process.pid, signal.SIGKILL)",
+        "process.kill()",
+        ("test_a_stage_that_takes_too_long_is_ended_and_the_next_one_runs",),
+        "ranks and engines of a stage that hangs would hold the GPU in the stages after it",
+    ),
+    Fault(
+        "gpu-check-forgets-an-ended-stage",
+        "rl_backend.cli.gpu_check:run_stages",
+        "worst = max(worst, 0 if status == _NONE_COLLECTED else status)",
+        "worst = 0 if status == _NONE_COLLECTED else status",
+        ("test_a_stage_that_takes_too_long_is_ended_and_the_next_one_runs",),
+        "gpu-check would succeed though a stage did not end",
+    ),
 ]

@@ -24,7 +24,7 @@ FAULTS = [
     Fault(
         "loss-of-a-tenant-reads-the-fields-of-the-first-sequences",
         _OF_SEQUENCES,
-        "{name: value[index.to(value.device)] for name, value in batch.sequence_fields.items()}",
+        "{name: value[index.to(value.device, non_blocking=True)] for name, value in batch.sequence_fields.items()}",
         "{name: value[: len(chosen)] for name, value in batch.sequence_fields.items()}",
         (_FIELDS,),
         "GRPO's advantages would be those of another tenant",

@@ -159,13 +159,29 @@ FAULTS = [
     Fault(
         "recomputation-ignored",
         "rl_backend.model.decoder:parallelize",
-        """
-        if config.activation_checkpointing == "full":
-            checkpoint_layers(units)
-        """,
+        "checkpoint_layers(units, config.activation_checkpointing)",
         "pass",
         ("test_every_layer_is_recomputed_once[1f1b]",),
         "activation_checkpointing would be accepted and ignored",
+    ),
+    Fault(
+        "selective-recomputes-attention",
+        "rl_backend.model.decoder:_selective",
+        "str(operation) in ATTENDS or (operation in PRODUCTS and done[context.is_recompute] % 2 == 0)",
+        "operation in PRODUCTS and done[context.is_recompute] % 2 == 0",
+        ("test_what_is_kept_changes_no_bit_and_what_is_recomputed_is_as_said[dense]",),
+        "attention, which grows with the square of the length, would run again",
+    ),
+    Fault(
+        "selective-keeps-every-product",
+        "rl_backend.model.decoder:_selective",
+        "operation in PRODUCTS and done[context.is_recompute] % 2 == 0",
+        "operation in PRODUCTS",
+        (
+            "test_what_is_kept_changes_no_bit_and_what_is_recomputed_is_as_said[dense]",
+            "test_activations_are_what_the_allocator_says[selective]",
+        ),
+        "selective checkpointing would keep twice as much as it says",
     ),
     Fault(
         "copies-counted-on-every-rank",

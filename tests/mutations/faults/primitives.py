@@ -198,4 +198,12 @@ FAULTS = [
         ("test_padding_does_not_count_in_the_losses[sigmoid]",),
         "balancing losses would be smaller the more padding there is",
     ),
+    Fault(
+        "products-of-the-head-are-added-again",
+        "rl_backend.primitive.log_prob:add_matmul",
+        "torch.addmm(out, a, b, beta=beta, out_dtype=out.dtype, out=out)",
+        "out.mul_(beta).add_(torch.mm(a, b, out_dtype=out.dtype))",
+        ("test_products_of_the_head_are_added_up_in_place_whatever_the_number_of_chunks",),
+        "every chunk would write a float32 product of a tile of the weight, and read it again",
+    ),
 ]

@@ -378,4 +378,12 @@ FAULTS = [
         ("test_a_run_does_not_replace_what_is_none_of_a_run",),
         "held-out rows in the folder that a run is given would be gone before its first step",
     ),
+    Fault(
+        "a-run-replaces-the-file-of-its-options",
+        "actors.folder.folder:RunFolder._open",
+        "set_aside(self.path / name)",
+        "pass",
+        ("test_files_of_a_user_that_a_run_has_too_are_renamed",),
+        "--config mine/config.json --run-dir mine would lose the file that it was started with",
+    ),
 ]

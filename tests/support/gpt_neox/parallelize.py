@@ -12,6 +12,5 @@ from rl_backend.parallel.groups import ParallelGroups
 
 def parallelize(module: nn.Module, groups: ParallelGroups, config: NativeConfig) -> None:
     layers = list(module.get_submodule("layers").children())
-    if config.activation_checkpointing == "full":
-        checkpoint_layers(layers)
+    checkpoint_layers(layers, config.activation_checkpointing)
     apply_fsdp(module, layers, groups, config)

@@ -127,7 +127,7 @@ def test_gpu_check_reports_every_outcome_with_its_reason(tmp_path: Path) -> None
     folder.mkdir(parents=True)
     (folder / "test_some.py").write_text(GPU_TESTS)
     (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers = gpu\n")
-    status, outcomes = gpu_check.run_tests(folder, [])
+    status, outcomes = gpu_check.run_stages(folder, [])
     assert status == 1
     assert {outcome["test"].rpartition("::")[2]: outcome["outcome"] for outcome in outcomes} == {
         "test_passes": "passed",

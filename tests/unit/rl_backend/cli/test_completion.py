@@ -27,7 +27,7 @@ def test_bash_completes_commands_options_and_values(tmp_path: Path, capsys: pyte
     assert completed("grpo", "--dty") == ["--dtype"]
     assert completed("grpo", "--dtype", "") == ["auto", "float32", "bfloat16"]
     assert completed("grpo", "--dtype", "f") == ["float32"]
-    assert completed("check", "sft", "--train.backend_cfg.activation_checkpointing", "") == ["none", "full"]
+    assert completed("check", "sft", "--train.backend_cfg.activation_checkpointing", "") == ["none", "selective", "full"]
     assert "--no-trace" in completed("ppo", "--no-")
     assert completed("ppo", "--dataset", "tr") == ["train.jsonl"]
     assert completed("schedule", "--schedule", "zb") == ["zb-h1", "zb-h2", "zbv"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import subprocess
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -61,11 +62,11 @@ def test_the_status_says_whether_every_test_that_ran_passed(
     cases = [case_of(outcome, f"t::{number}", "why\nmore") for number, outcome in enumerate(outcomes)]
     given: list[Any] = []
 
-    def run_tests(tests: Path, arguments: list[str]) -> tuple[int, list[dict[str, Any]]]:
+    def run_stages(tests: Path, arguments: list[str]) -> tuple[int, list[dict[str, Any]]]:
         given.append((tests, arguments))
         return status, cases
 
-    monkeypatch.setattr(gpu_check, "run_tests", run_tests)
+    monkeypatch.setattr(gpu_check, "run_stages", run_stages)
     path = tmp_path / "new" / "folder" / "result.json"
     assert main(["gpu-check", "--json", str(path), "--", "-k", "nccl"]) == expected
     assert given == [(tmp_path / "tests" / "gpu", ["-k", "nccl"])]
@@ -83,9 +84,10 @@ def test_what_did_not_pass_is_named_with_the_first_line_of_its_reason(
         case_of("passed", "t::one"),
         case_of("skipped", "t::two", "no NCCL\nsecond line"),
         case_of("failed", "t::three"),
-        case_of("passed", "t::four"),
+        case_of("passed", "t::four") | {"measured": {"sft_tokens_per_second": "24017", "returned_bytes": "3"}},
+        case_of("passed", "t::five") | {"measured": {"sft_tokens_per_second_compiled": "26400"}},
     ]
-    monkeypatch.setattr(gpu_check, "run_tests", lambda tests, arguments: (1, cases))
+    monkeypatch.setattr(gpu_check, "run_stages", lambda tests, arguments: (1, cases))
     monkeypatch.setattr(gpu_check, "_present", lambda module: module not in ("vllm", "megatron.core"))
     path = tmp_path / "result.json"
     assert main(["gpu-check", "--json", str(path)]) == 1
@@ -93,12 +95,15 @@ def test_what_did_not_pass_is_named_with_the_first_line_of_its_reason(
         "vllm is not installed: the tests that need it are skipped and named",
         "megatron.core is not installed: the tests that need it are skipped and named",
         "",
-        "1 failed, 2 passed, 1 skipped on H100, H200",
+        "1 failed, 3 passed, 1 skipped on H100, H200",
         "  skipped: t::two: no NCCL",
         "  failed: t::three: no reason given",
+        "0.6B, one GPU                  H100          prime-rl, H100",
+        "supervised training, tokens/s  26,400        26,000",
+        "RL steps, tokens/s             not measured  11,900",
         f"result: {path}",
     ]
-    monkeypatch.setattr(gpu_check, "run_tests", lambda tests, arguments: (5, []))
+    monkeypatch.setattr(gpu_check, "run_stages", lambda tests, arguments: (5, []))
     main(["gpu-check", "--json", str(path)])
     assert "no tests on H100, H200" in capsys.readouterr().out
 
@@ -154,23 +159,75 @@ def test_the_commit_is_the_one_that_is_checked_out_if_there_is_one(machine: Torc
     assert commit == git(tmp_path, "rev-parse", "HEAD") and len(commit) == 40
 
 
+STAGE = gpu_check.Stage("a few", ("test_a.py", "test_b.py"), 7.5)
+
+
 def test_pytest_that_ends_before_it_writes_a_report_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[Any] = []
 
-    def run(command: list[str], **options: Any) -> Any:
+    def start(command: list[str], **options: Any) -> Any:
         seen.append((command, options))
-        return SimpleNamespace(returncode=4)
+        return SimpleNamespace(pid=2**30, wait=lambda timeout=None: seen.append(timeout) or 4)
 
-    monkeypatch.setattr(subprocess, "run", run)
+    monkeypatch.setattr(subprocess, "Popen", start)
     monkeypatch.setenv("HF_HUB_OFFLINE", "0")
     monkeypatch.delenv("RAY_USAGE_STATS_ENABLED", raising=False)
+    tests = tmp_path / "tests" / "gpu"
     with pytest.raises(CommandError, match="pytest ended with status 4 before it ran a test"):
-        gpu_check.run_tests(tmp_path / "tests" / "gpu", ["-k", "x"])
-    ((command, options),) = seen
-    assert command[-2:] == ["-k", "x"] and options["cwd"] == tmp_path
+        gpu_check.run_tests(tests, ["-k", "x"], STAGE)
+    (command, options), bound, _ = seen
+    assert command[3:5] == [str(tests / "test_a.py"), str(tests / "test_b.py")]
+    assert command[-2:] == ["-k", "x"] and options["cwd"] == tmp_path and options["start_new_session"] and bound == 7.5
     assert (options["env"]["HF_HUB_OFFLINE"], options["env"]["RAY_USAGE_STATS_ENABLED"]) == ("0", "0"), (
         "the user's goes first"
     )
+
+
+TEST = "from pytest import mark\n\n@mark.gpu\ndef test_it() -> None: ...\n"
+SLEEPS = """
+import subprocess
+import sys
+import time
+
+with open(sys.argv[1], "w") as file:
+    file.write(str(subprocess.Popen(["sleep", "600"]).pid))
+time.sleep(600)
+"""
+
+
+@pytest.mark.shows("gpu-check: a stage that takes too long is ended with all that it started, and the next one runs")
+def test_a_stage_that_takes_too_long_is_ended_and_the_next_one_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tests, started, original = tmp_path / "tests" / "gpu", tmp_path / "started", gpu_check._command
+    tests.mkdir(parents=True)
+    (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers = gpu\n")
+    for name in ("slow", "quick", "new"):
+        (tests / f"test_{name}.py").write_text(TEST)
+
+    def command(paths: Sequence[Path], *arguments: str) -> list[str]:
+        runs = "--collect-only" not in arguments
+        is_slow = runs and paths[0].name == "test_slow.py"
+        return [sys.executable, "-c", SLEEPS, str(started)] if is_slow else original(paths, *arguments)
+
+    monkeypatch.setattr(gpu_check, "_command", command)
+    stages = gpu_check.Stage("first", ("test_slow.py",), 4), gpu_check.Stage("second", ("test_quick.py", "test_gone.py"), 99)
+    monkeypatch.setattr(gpu_check, "STAGES", stages)
+    status, outcomes = gpu_check.run_stages(tests, ["-p", "no:cacheprovider"])
+    assert status == 2
+    assert [(each["test"].rpartition("/")[2], each["outcome"]) for each in outcomes] == [
+        ("test_slow.py::test_it", "error"),
+        ("test_quick.py::test_it", "passed"),
+        ("test_new.py::test_it", "passed"),
+    ]
+    assert outcomes[0]["reason"] == "the stage 'first' was ended after 4 s; run its files alone"
+    command_line = Path("/proc") / started.read_text() / "cmdline"
+    assert not command_line.exists() or not command_line.read_bytes(), "what it started is ended too"
+
+
+def test_every_file_of_gpu_tests_has_a_stage_and_every_stage_has_its_files() -> None:
+    tests = Path(__file__).parents[3] / "gpu"
+    named = [name for stage in gpu_check.STAGES for name in stage.files]
+    assert sorted(named) == sorted(path.name for path in tests.glob("test_*.py"))
+    assert [stage.name for stage in gpu_check.stages_of(tests)] == [stage.name for stage in gpu_check.STAGES]
 
 
 @pytest.mark.parametrize(

@@ -242,7 +242,7 @@ def test_gradients_of_tenants_are_counted_as_theirs_alone(tmp_path: Path, lora: 
     assert high.workspace + high.activations - low.workspace - low.activations < of_tenant / 2
 
 
-@pytest.mark.parametrize("checkpointing", ["none", "full"])
+@pytest.mark.parametrize("checkpointing", ["none", "selective", "full"])
 def test_activations_are_what_the_allocator_says(tmp_path: Path, checkpointing: str) -> None:
     """With recomputation what a layer keeps is no saved tensor, so allocations are counted."""
     path = write_tiny("qwen3", tmp_path / "model", num_hidden_layers=4)

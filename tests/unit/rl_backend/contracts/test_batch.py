@@ -37,20 +37,21 @@ def test_a_temperature_that_is_not_one_number_per_sequence_is_refused() -> None:
         batch(sequence_fields={"temperature": torch.ones(3, 1)})
 
 
-def test_a_batch_that_comes_to_the_host_is_there_when_it_is_returned(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_batch_that_comes_to_the_host_is_waited_for_and_one_that_leaves_it_waits_for_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     waits: list[bool] = []
-    original = torch.Tensor.to
 
-    def recording(tensor: torch.Tensor, *args: Any, non_blocking: bool = False, **kwargs: Any) -> torch.Tensor:
+    def recording(tensor: torch.Tensor, device: torch.device | str, *, non_blocking: bool = False) -> torch.Tensor:
         waits.append(not non_blocking)
-        return original(tensor, *args, non_blocking=non_blocking, **kwargs)
+        return torch.empty_like(tensor, device=device)
 
     packed = batch(token_fields={"loss_mask": torch.ones(6)}, sequence_fields={"reward": torch.ones(3)})
     monkeypatch.setattr(torch.Tensor, "to", recording)
-    packed.to("cpu")
-    assert waits == [True] * 3
-    packed.to(torch.device("meta"))
-    assert waits[3:] == [False] * 3
+    on_device = packed.to(torch.device("meta"))
+    assert waits == [False] * 3
+    on_device.to("cpu")
+    assert waits[3:] == [True] * 3
 
 
 def test_splitting_gives_one_tensor_per_sequence() -> None:

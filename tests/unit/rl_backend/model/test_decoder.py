@@ -244,7 +244,7 @@ def test_only_a_part_may_be_trained_and_a_layer_is_computed_again() -> None:
     for index, layer in enumerate(layers):
         layer.mixer.register_forward_hook(lambda *_, index=index: calls.append(index))
     names = [name for name, _ in model.named_parameters()]
-    checkpoint_layers(layers[1:])
+    checkpoint_layers(layers[1:], "full")
     output = run(model, inputs_of()).log_probs
     assert output is not None
     output.sum().backward()

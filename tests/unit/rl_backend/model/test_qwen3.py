@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from rl_backend.contracts import BatchError
+from rl_backend.contracts.runtime_config import Checkpointing
 from rl_backend.model import QWEN3
 from rl_backend.model.decoder import checkpoint_layers
 from tests.support.families import load_native, load_transformers, pack, random_sequences, run_native, run_transformers
@@ -98,9 +99,10 @@ def test_entropy_is_absent_unless_asked_for(tied_model: Path) -> None:
     assert run_native(load_native(tied_model), random_sequences((5,)), calculate_entropy=False).entropy is None
 
 
-def test_activation_checkpointing_recomputes_layers_and_changes_no_gradient(tied_model: Path) -> None:
+@pytest.mark.parametrize("kept", ["selective", "full"])
+def test_activation_checkpointing_recomputes_layers_and_changes_no_gradient(tied_model: Path, kept: Checkpointing) -> None:
     plain, recomputing = load_native(tied_model), load_native(tied_model)
-    checkpoint_layers(list(recomputing.layers.values()))
+    checkpoint_layers(list(recomputing.layers.values()), kept)
     calls = []
     recomputing.layers["0"].self_attn.register_forward_hook(lambda *_: calls.append(1))
     for model in (plain, recomputing):

@@ -226,7 +226,7 @@ def test_ends_are_cut_over_the_vocabulary_and_norms_stay_whole(
 ) -> None:
     given: list[Any] = []
     monkeypatch.setattr(decoder, "apply_fsdp", lambda *arguments, **options: given.append((*arguments, options)))
-    monkeypatch.setattr(decoder, "checkpoint_layers", lambda units: given.append(("checkpoint", list(units))))
+    monkeypatch.setattr(decoder, "checkpoint_layers", lambda units, kept: given.append((kept, list(units))))
     monkeypatch.setattr(moe, "distribute_experts", lambda *_: None)
     layers = (spec_of().layers[0], spec_of().layers[0]._replace(feed_forward=MIXTURE))
     norms = LayerNorms("a", None, "c", "d")
@@ -251,7 +251,7 @@ def test_ends_are_cut_over_the_vocabulary_and_norms_stay_whole(
     assert [each for each in names if " mtp." in each and ".layer." not in each] == (of_mtp if own else [])
     units = [*model.each_layer(), *([model.mtp] if own else [])]
     experts = [layer.mlp.experts for layer in model.each_layer() if isinstance(layer.mlp, MoE)]
-    assert given == [("checkpoint", units), (model, units, groups, config, {"experts": experts})]
+    assert given == [("full", units), (model, units, groups, config, {"experts": experts})]
 
 
 def test_without_tensor_parallelism_nothing_is_cut_and_layers_are_units(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -153,7 +153,7 @@ sys.meta_path.insert(0, Blocked())
 def collected(names: tuple[str, ...], folder: Path) -> subprocess.CompletedProcess[str]:
     """What gpu-check would run on a machine without these packages."""
     (folder / "sitecustomize.py").write_text(BLOCK.format(names=names))
-    command = gpu_check._command(ROOT / "tests" / "gpu", "--collect-only", "-q", "--no-header", "-p", "no:cacheprovider")
+    command = gpu_check._command([ROOT / "tests" / "gpu"], "--collect-only", "-q", "--no-header", "-p", "no:cacheprovider")
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(folder), str(ROOT)])}
     return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
 
@@ -183,6 +183,6 @@ def test_a_test_file_that_cannot_be_collected_leaves_the_others_to_run(tmp_path:
     (folder / "test_whole.py").write_text(
         "import pytest\n\n\n@pytest.mark.gpu\ndef test_whole() -> None:\n    assert True\n"
     )
-    status, outcomes = gpu_check.run_tests(folder, ["-p", "no:cacheprovider"])
+    status, outcomes = gpu_check.run_stages(folder, ["-p", "no:cacheprovider"])
     assert status == 1
     assert sorted(each["outcome"] for each in outcomes) == ["error", "passed"]

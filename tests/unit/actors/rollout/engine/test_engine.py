@@ -252,6 +252,25 @@ def test_an_engine_sleeps_without_its_adapters_and_samples_when_it_has_weights(
     assert versions(generate(made, of([POET]))) == [5], "it is loaded again"
 
 
+@pytest.mark.shows("rollout: weights wake before keys and values, and are pushed in between")
+def test_an_engine_on_gpus_that_train_takes_a_push_between_its_weights_and_its_keys(make: Callable[..., Made]) -> None:
+    made = make(device="cuda", sleep_mode=True)
+    serve(made.engine._vllm.serving, 3)
+    made.engine.sleep(2)
+    made.llm.told.clear()
+    made.engine.wake_up("weights")
+    made.engine.begin_update()
+    made.engine.finish_update(4)
+    made.engine.resume()
+    with pytest.raises(RolloutError, match="cannot sample now: it is asleep"):
+        generate(made, of_call(1))
+    made.engine.wake_up("kv_cache")
+    woken = [told for told in made.llm.told if told[0] == "wake_up"]
+    assert woken == [("wake_up", {"tags": ["weights"]}), ("wake_up", {"tags": ["kv_cache"]})]
+    assert made.llm.told.index(woken[1]) == len(made.llm.told) - 1
+    assert versions(generate(made, of_call(1))) == [4]
+
+
 @pytest.mark.parametrize(("device", "sleep_mode"), [("cpu", False), ("cuda", False), ("cpu", True)])
 def test_only_engines_on_a_gpu_that_were_told_so_sleep(make: Callable[..., Made], device: str, sleep_mode: bool) -> None:
     made = make(device=device, **({"sleep_mode": True} if sleep_mode else {}))
@@ -315,6 +334,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> Any:
     address = SimpleNamespace(get_node_ip_address=lambda: "10.0.0.7")
     monkeypatch.setattr(engine_module, "ray", SimpleNamespace(get_runtime_context=lambda: context, util=address))
     monkeypatch.setattr(engine_module, "remove_stale_segments", lambda: done.append("remove"))
+    monkeypatch.setattr(engine_module, "drop_names", lambda pids: done.append(("drop", *pids)))
     monkeypatch.setattr(in_process, "choose_cores", lambda config, *where: done.append(where) or (4, 5))
     monkeypatch.setattr(in_process, "prepare_process", lambda *of: done.append(("prepare", *of)))
     monkeypatch.setattr(in_process, "start_vllm", start)
@@ -340,7 +360,8 @@ def test_an_engine_starts_on_cores_of_its_own_and_says_what_it_is(
     cores = (4, 5) if device == "cpu" else ()
     chosen: list[Any] = [(6, place)] if device == "cpu" else []
     expect = ("expect", str(tmp_path), "float16", {"a": "float32"})
-    assert started == ["remove", *chosen, ("prepare", device, cores, 2), ("start", device), True, expect]
+    drop = ("drop", os.getpid(), os.getpid(), os.getppid())
+    assert started == ["remove", *chosen, ("prepare", device, cores, 2), ("start", device), True, expect, drop]
     assert engine._vllm.llm.told == [
         ("describe_parameters", ["tensor"]),
         *([("moe_layers",)] if routed else []),

@@ -15,7 +15,7 @@ STEPS: dict[str, tuple[Callable[[ServingState], object], dict[EngineState, Engin
     "pause": (ServingState.pause, {"serving": "paused", "paused": "paused"}),
     "finish": (lambda serving: serving.finish(8), {"paused": "paused"}),
     "sleep": (ServingState.sleep, {"serving": "asleep", "asleep": "asleep"}),
-    "wake": (ServingState.wake, {"serving": "serving", "asleep": "serving"}),
+    "wake": (lambda serving: serving.wake("all"), {"serving": "serving", "asleep": "serving"}),
     "fail": (lambda serving: serving.fail("later"), dict.fromkeys(("serving", "paused", "asleep", "dirty"), "dirty")),
     "sample": (lambda serving: serving.check("sample"), {"serving": "serving"}),
 }
@@ -73,3 +73,31 @@ def test_an_engine_lacks_weights_until_the_push_that_it_requires() -> None:
     assert not serving.lacks_weights
     serving.forget_version()
     assert serving.lacks_weights and serving.version == UNVERSIONED
+
+
+def test_an_engine_whose_weights_alone_are_awake_takes_an_update_and_sleeps_on() -> None:
+    serving = in_state("asleep")
+    with pytest.raises(RolloutError, match="engine 2 is asleep: wake its weights before its keys and values"):
+        serving.tags_to_wake("kv_cache")
+    assert serving.tags_to_wake("all") is None and serving.tags_to_wake("weights") == ["weights"]
+    serving.wake("weights")
+    assert serving.state == "asleep"
+    for action in ("sample", "continue an update"):
+        with pytest.raises(RolloutError, match=f"engine 2 cannot {action} now: it is asleep"):
+            serving.check(action)
+    with pytest.raises(RolloutError, match="engine 2 cannot sleep now: its weights are awake"):
+        serving.sleep()
+    serving.pause()
+    # Asked for once more, as by another driver.
+    serving.pause()
+    serving.finish(8)
+    serving.resume()
+    assert (serving.state, serving.version) == ("asleep", 8)
+    # What is awake is not asked for again.
+    assert serving.tags_to_wake("all") == serving.tags_to_wake("kv_cache") == ["kv_cache"]
+    serving.wake("kv_cache")
+    serving.check("sample")
+    assert serving.tags_to_wake("all") is None
+    serving.sleep()
+    with pytest.raises(RolloutError, match="cannot take weights now: it is asleep"):
+        serving.pause()

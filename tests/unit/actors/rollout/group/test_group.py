@@ -346,7 +346,7 @@ def test_calls_of_the_whole_group_raise_the_first_refusal(cluster: Cluster) -> N
     }.items():
         group._require_push = False
         call()
-        arguments = (2,) if method == "sleep" else ()
+        arguments = {"sleep": (2,), "wake_up": ("all",)}.get(method, ())
         assert all(actor.asked[-1] == (method, *arguments) for _, actor in cluster.made)
         assert group._require_push == (method in ("require_push", "forget_weights"))
         cluster.of(2).answers[method] = WeightCheckError(f"{method} fails")
