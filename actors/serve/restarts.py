@@ -35,7 +35,7 @@ def keep_serving(serve: Serve, listener: socket.socket, options: argparse.Namesp
     Args:
         serve: what a process runs.
     """
-    # A copy of this process, which has one thread and no work of its own, need not import what is imported here.
+    # A copy of this process, which does nothing but wait, has what is imported here.
     fork, failed, served = multiprocessing.get_context("fork"), 0, False
     while True:
         up = fork.Event()
@@ -77,6 +77,9 @@ def _serve(serve: Serve, listener: socket.socket, options: argparse.Namespace, u
     except RLBackendError as error:
         sys.stderr.write(f"error: {error}\n")
         raise SystemExit(1 if isinstance(error, ServerLostError) else 2) from None
+    except KeyboardInterrupt:
+        # A signal, of which the process that keeps this one says what there is to say.
+        raise SystemExit(128 + signal.SIGTERM) from None
 
 
 def _end_with_parent() -> None:

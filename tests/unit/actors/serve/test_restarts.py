@@ -8,6 +8,7 @@ import os
 import signal
 import socket
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -15,7 +16,8 @@ from typing import Any
 
 import pytest
 
-from actors.serve.restarts import ServerLostError, _status, keep_serving
+from actors.serve import restarts
+from actors.serve.restarts import ServerLostError, _serve, _status, keep_serving
 from rl_backend.contracts import ConfigError
 
 
@@ -111,3 +113,16 @@ def test_a_signal_ends_a_server_that_does_not_end_itself(interrupted: tuple[str,
     with pytest.raises(KeyboardInterrupt):
         _status(process)
     assert process.called == called
+
+
+def test_a_server_that_a_signal_ends_says_nothing(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    def is_interrupted(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(restarts, "_end_with_parent", lambda: None)
+    options = argparse.Namespace(folder=tmp_path)
+    with socket.create_server(("127.0.0.1", 0)) as listener, pytest.raises(SystemExit) as ended:
+        _serve(is_interrupted, listener, options, threading.Event())
+    assert ended.value.code == 143 and capsys.readouterr() == ("", "")
