@@ -441,7 +441,7 @@ def trial(name: str, number: int, folder: Path, tasks: Path, expected: Path) -> 
         waiting = [fault for fault in waiting if math.isinf(fault.at)]
         if not command.hangs:
             last[0].seen = command.ended
-        said = [line for _, line in command.lines[-3:]]
+        said = [line[:200] for _, line in command.lines[-3:]]
         ended.append({"kind": last[0].kind, "place": last[0].place, "status": status, "hangs": command.hangs, "said": said})
         (folder / "run" / FILLER).unlink(missing_ok=True)
     if cluster is not None:
@@ -460,7 +460,7 @@ def trial(name: str, number: int, folder: Path, tasks: Path, expected: Path) -> 
         "seconds": round(time.monotonic() - began, 1),
         "start_seconds": command.start_seconds(),
         "step_seconds": round(pace, 3),
-        **({"said": [line for _, line in command.lines[-8:]]} if status else {}),
+        **({"said": [line[:200] for _, line in command.lines[-8:]]} if status else {}),
     }
 
 

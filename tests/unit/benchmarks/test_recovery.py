@@ -184,7 +184,8 @@ def test_figures_are_of_the_trials_that_struck_a_place() -> None:
 def test_runs_differ_in_metrics_samples_and_weights_and_not_in_times_and_events(tmp_path: Path) -> None:
     def run(name: str, changes: dict[str, Any], reward: float = 1.0, weights: bytes = b"w") -> dict[str, Any]:
         metrics = {"loss": 0.5, "seconds/train": 1.0, "log_prob_gap": 1e-7}
-        written = write_run(tmp_path / name, 2, lambda step: metrics | changes, [{"reward": reward}])
+        samples = [{"reward": reward, "metrics": {"turns": 2, "engine_seconds": time.monotonic()}}]
+        written = write_run(tmp_path / name, 2, lambda step: metrics | changes, samples)
         for folder in ("model", "checkpoints/step-1/policy"):
             (written / folder).mkdir(parents=True)
         (written / "model" / "model.safetensors").write_bytes(weights)
