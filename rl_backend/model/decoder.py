@@ -262,7 +262,8 @@ class Decoder(nn.Module):
         if self.mtp is not None and torch.is_grad_enabled():
             added = self._mtp_loss(self.mtp, hidden, inputs, rotations, head)
             found = found._replace(log_probs=with_added_loss(found.log_probs, added))
-        return found.as_output(values)
+        # A tensor of its own: FSDP's hook would be lost when a loss changes a view in place.
+        return found._replace(log_probs=found.log_probs.clone()).as_output(values)
 
     def _mtp_loss(
         self, mtp: MultiTokenPrediction, hidden: Tensor, inputs: ModelInput, rotations: Rotations, head: nn.Module

@@ -148,9 +148,8 @@ class GuardedRuntime[H: GuardedHandle](Runtime[AnyHandle]):
     ) -> ForwardResult:
         """See the base class. Every rank of a model replica is given the same ``data``.
 
-        After an error in the middle (in the loss, out of memory) backward passes and steps are refused until
-        ``zero_grad``, because
-        gradients are incomplete. An error of one rank alone leaves the others in a collective until that times out.
+        After an error in the middle (in the loss, out of memory) backward passes and steps are refused until ``zero_grad``,
+        because gradients are incomplete. An error of one rank alone leaves the others in a collective until that times out.
         """
         mixed = _is_mixed(handle, data, loss_fn)
         # Sequences of several tenants train these, and leave the handle, their base, as it is.
@@ -362,7 +361,7 @@ class GuardedRuntime[H: GuardedHandle](Runtime[AnyHandle]):
         tenant = self._tenants[handle]
         if isinstance(tensors, Path | str):
             adapter = read_peft_directory(tensors)
-            given = fitted_to(adapter, tenant.lora, tensors)
+            given = fitted_to(adapter, tenant.lora, tensors, tenant.first_factor)
             if adapter.frozen:
                 self._require_same_weights(tenant.model, adapter.frozen, tensors)
         else:
