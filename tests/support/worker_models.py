@@ -16,6 +16,7 @@ from vllm.distributed import parallel_state
 from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.model_executor.model_loader.utils import initialize_model
+from vllm.model_executor.models import registry
 from vllm.utils.torch_utils import set_default_torch_dtype
 
 import actors.rollout.vllm.worker  # noqa: F401, the patches
@@ -63,8 +64,11 @@ def worker_model(
 
 
 def _vllm_config(path: Path, size: int, **engine_args: Any) -> Any:
+    # vLLM imports itself in another process to look at a model's class, which takes longer than all else here.
+    in_process = mock.patch.object(registry, "_run_in_subprocess", lambda look: look())
     arguments = {"dtype": "float32", "skip_tokenizer_init": True, "max_model_len": 256, **engine_args}
-    return EngineArgs(model=str(path), tensor_parallel_size=size, **arguments).create_engine_config()
+    with in_process:
+        return EngineArgs(model=str(path), tensor_parallel_size=size, **arguments).create_engine_config()
 
 
 def update(model: nn.Module, config: Any, weights: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
