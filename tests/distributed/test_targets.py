@@ -114,8 +114,8 @@ def test_log_probs_are_those_of_transformers_and_losses_exact_sums(
         assert torch.equal(top_ids, likeliest[index].indices)
         torch.testing.assert_close(top_log_probs.double(), likeliest[index].values, rtol=1e-5, atol=1e-5)
     sources = [each for each in found if each[0]]
-    assert sum(loss for _, loss, _, _ in sources) == pytest.approx(total, rel=1e-6)
-    assert sum(metric for _, _, metric, _ in sources) == pytest.approx(total, rel=1e-6)
+    assert sum(loss for _, loss, _, _ in sources) == pytest.approx(total, rel=1e-5)
+    assert sum(metric for _, _, metric, _ in sources) == pytest.approx(total, rel=1e-5)
     for *_, gradients in found:
         for name, gradient in gradients.items():
             torch.testing.assert_close(gradient, on_one_rank[name], rtol=1e-4, atol=1e-5)
