@@ -6,8 +6,8 @@ Metrics (times apart), samples and weights must be those of the undisturbed run,
 busy, and in which nothing may be replaced.
 
 What ends a run in any case, or may (signals to its process, the loss of Ray, a full disk, ...: :data:`ENDING`), is struck
-once in a trial, from the start on. The run must leave nothing behind, and the same command with ``--resume auto`` must end
-as the undisturbed run.
+from the start on. The run must leave nothing behind; the same command with ``--resume auto`` goes on, is struck again, and
+must end as the undisturbed run.
 
     make bench NAME=recovery ARGS="--only sft_native --trials 6 --seconds 330 --folder /tmp/recovery"
 
@@ -35,17 +35,18 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from actors.cluster.processes import Process
-from actors.wire.segment import stale_segments
+from actors.wire.segment import shared_files
 from benchmarks import environment_tasks
 from benchmarks.process_use import MARK, kind_of, processes
 from benchmarks.report import machine, read_result, update_result
 from examples.demo.task import layers_for, write_task
+from tests.support.clusters import TwoNodes
 from tests.support.runs import differences, outcome
 
-type Kind = Literal["kill", "stop", "terminate", "interrupt", "fill", "few"]
+type Kind = Literal["kill", "stop", "terminate", "interrupt", "fill", "few", "cut"]
 
 ROOT = Path(__file__).parents[1]
 SIGNALS: Mapping[Kind, signal.Signals] = {
@@ -54,20 +55,27 @@ SIGNALS: Mapping[Kind, signal.Signals] = {
     "terminate": signal.SIGTERM,
     "interrupt": signal.SIGINT,
 }
-KILL_OR_STOP: tuple[Kind, ...] = ("kill", "stop")
+REPLACED: tuple[Kind, ...] = ("kill", "stop", "terminate")
 ENDING: Mapping[str, tuple[Kind, ...]] = {
     "driver": ("kill", "terminate", "interrupt", "stop"),
+    "terminal": ("interrupt",),
     "gcs": ("kill",),
     "raylet": ("kill",),
     "driver and raylet": ("kill",),
     "disk": ("fill",),
     "shared memory": ("fill",),
-    "files": ("few",),
+    "driver files": ("few",),
+    "rank files": ("few",),
+    "engine files": ("few",),
+    "starting rank": ("kill",),
+    "starting engine": ("kill",),
 }
 """Places that are no processes which a run replaces, and what is done to each."""
+NODES: Mapping[str, tuple[Kind, ...]] = {"node": ("kill",), "relay": ("cut",)}
+"""A node of several, and the network between it and the others; another node takes its place at once."""
 
-MOST_FAULTS = 3
-RUN_SECONDS, END_SECONDS, START_SECONDS = 600.0, 30.0, 20.0
+FAULTS = 5
+RUN_SECONDS, END_SECONDS, START_SECONDS, LOOK_SECONDS = 1200.0, 30.0, 30.0, 2.0
 # Of a driver that is stopped: longer than anybody waits who takes a stopped process for dead.
 PAUSE_SECONDS = 12.0
 DISK, SHARED_MEMORY = "160m", "2g"
@@ -78,7 +86,9 @@ REWARD = """def compute_score(data_source, solution_str, ground_truth, extra_inf
 ALL = {"ranks": 2, "dtype": "float32", "metrics_to": "none"}
 SUMS = {**ALL, "model": "TASKS/sums/model", "dataset": "TASKS/sums/train.jsonl"}
 SFT = {**SUMS, "steps": 40, "save_every": 5, "batch_size": 8, "lr": 1e-3}
-SAMPLED = {"save_every": 2, "engines": 2, "samples_per_prompt": 4, "lr": 3e-4}
+# An engine may be struck more often in a minute than a run allows in an hour.
+ROLLOUT = {"max_restarts": 8}
+SAMPLED = {"save_every": 2, "engines": 2, "samples_per_prompt": 4, "lr": 3e-4, "rollout": ROLLOUT}
 LENGTHS = {"max_prompt_tokens": 8, "max_response_tokens": 8, "prompts_per_step": 8}
 GRPO = {**SUMS, **SAMPLED, **LENGTHS, "steps": 10, "reward": "TASKS/reward.py:compute_score"}
 TURNS = {"max_response_tokens": 12, "max_episode_tokens": 64, "max_turns": 3, "prompts_per_step": 4}
@@ -90,11 +100,14 @@ SETTINGS: dict[str, tuple[str, Mapping[str, Any], tuple[str, ...]]] = {
     "sft_bridge": ("sft", {**SFT, "backend": "bridge"}, ("rank",)),
     "sft_pp2": ("sft", {**SFT, "pp": 2}, ("rank",)),
     "sft_memory": ("sft", {**SFT, "save_every": 0, "recover": "memory"}, ("rank", "holder")),
-    "sft_ends": ("sft", SFT, tuple(ENDING)),
-    "grpo_ends": ("grpo", GRPO, tuple(ENDING)),
+    "sft_ends": ("sft", SFT, tuple(place for place in ENDING if "engine" not in place)),
+    "sft_nodes": ("sft", {**SFT, "placement": "spread"}, tuple(NODES)),
+    "grpo_ends": ("grpo", GRPO, ("driver", "gcs", "raylet", "shared memory", "engine files", "starting engine")),
     "grpo": ("grpo", GRPO, ("rank", "engine")),
+    "grpo_ahead": ("grpo", {**GRPO, "max_staleness": 1}, ("rank", "engine")),
+    "ppo": ("ppo", GRPO, ("rank", "engine")),
     "grpo_bridge": ("grpo", {**GRPO, "backend": "bridge"}, ("rank", "engine")),
-    "grpo_workers": ("grpo", {**GRPO, "engines": 1, "rollout": {"tensor_parallel": 2}}, ("engine", "worker")),
+    "grpo_workers": ("grpo", {**GRPO, "engines": 1, "rollout": {**ROLLOUT, "tensor_parallel": 2}}, ("engine", "worker")),
     "tenants": (
         "tenants",
         {**GRPO, "lora": {"rank": 4}, "users": {"ann": {}, "bob": {"lora.rank": 8, "lr": 1e-3}}},
@@ -104,13 +117,17 @@ SETTINGS: dict[str, tuple[str, Mapping[str, Any], tuple[str, ...]]] = {
 }
 """Command, options (``TASKS`` is a folder) and the kinds of processes that are struck."""
 
-UNDISTURBED = {"sft_memory": "sft_native", "sft_ends": "sft_native", "grpo_ends": "grpo"}
+UNDISTURBED = {**dict.fromkeys(("sft_memory", "sft_ends", "sft_nodes"), "sft_native"), "grpo_ends": "grpo"}
 """Settings that must come to what another one comes to, left alone."""
 
-RANKS_REPLACED = re.compile(r"warning: training group .*all ranks were replaced in (?:(\d+) min )?([\d.]+) s ")
+RANKS_REPLACED = re.compile(
+    r"warning: training group .*?(?: operation \d+ \((?P<during>\w+)\).*)?"
+    r"all ranks were replaced in (?:(?P<minutes>\d+) min )?(?P<seconds>[\d.]+) s "
+)
 ENGINE_LOST = re.compile(r"warning: (engine \d+)\b.*it is started again")
 HOLDER_LOST = re.compile(r"keeps the state of training ranks in memory was lost")
 BEGUN = re.compile(r" model +loading")
+STARTED = re.compile(r" ranks +starting .*: (?:(\d+) min )?([\d.]+) s$")
 NOT_STRUCK = Process(0, "")
 
 
@@ -119,10 +136,11 @@ class Fault:
     """A process that is struck.
 
     Attributes:
-        moment: steps after the beginning; 2.5 is in the middle of the third step, below 0 is in the start.
+        moment: steps after the beginning; 2.5 is in the middle of the third step, below 0 is in the start of the command.
         chosen: which of the processes of this place, from 0 to 1.
         at: when it was struck, by ``time.monotonic``, as the two below.
         seen, back: when the run saw it, and when another process served in its place, as far as it said so.
+        during: what the run said that the process did.
         woke: it was there still when another had taken its place, and got SIGCONT.
     """
 
@@ -134,6 +152,7 @@ class Fault:
     at: float = math.inf
     seen: float | None = None
     back: float | None = None
+    during: str = ""
     woke: bool = False
 
     def wakes(self) -> bool:
@@ -147,30 +166,42 @@ class Fault:
             "seen_seconds": None if self.seen is None else round(self.seen - self.at, 2),
             "lost_seconds": None if self.back is None else round(self.back - self.at, 2),
         }
-        return {"kind": self.kind, "place": self.place, "step": round(self.moment, 2), **seconds, "woke": self.woke}
+        told = {"kind": self.kind, "place": self.place, "step": round(self.moment, 2), "during": self.during}
+        return {**told, **seconds, "woke": self.woke}
 
 
 def draw(name: str, number: int, steps: int, places: Sequence[str]) -> list[Fault]:
-    """The faults of a trial, always the same of one number; every place has its turn as the first that is drawn."""
+    """The faults of a trial, in order, always the same of one number; in several trials every kind has its turn."""
     generator = random.Random(f"{name} {number}")
-    first, rest = places[number % len(places)], range(generator.randrange(MOST_FAULTS))
-    found = [
-        Fault(
-            generator.choice(ENDING.get(place, KILL_OR_STOP)),
-            place,
-            generator.uniform(-1 if place in ENDING else 0, steps + 0.2),
-            generator.random(),
-        )
-        for place in [first, *(generator.choice(places) for _ in rest if first not in ENDING)]
-    ]
-    return sorted(found, key=lambda fault: fault.moment)
+    kinds = [(place, kind) for place in places for kind in {**ENDING, **NODES}.get(place, REPLACED)]
+    found = [kinds[(number * FAULTS + each) % len(kinds)] for each in range(FAULTS)]
+    generator.shuffle(found)
+    # What is struck in the start of a command comes first in it.
+    found.sort(key=lambda each: not each[0].startswith("starting"))
+    # Each has its part of the run: faults at the same moment would be one.
+    moments = [(part + generator.random()) * (steps + 0.2) / FAULTS for part in range(FAULTS)]
+    for index, (place, _) in enumerate(found):
+        if place.startswith("starting") or (place in ENDING and not index and generator.random() < 0.5):
+            moments[index] = -generator.random()
+    return [Fault(kind, place, moment, generator.random()) for (place, kind), moment in zip(found, moments, strict=True)]
+
+
+class Left(NamedTuple):
+    """What outlives a run by more than :data:`END_SECONDS`: processes (and so who may hold ports, sockets or groups), and
+    files of shared memory.
+    """
+
+    processes: list[str]
+    segments: list[str]
 
 
 @dataclass
 class Command:
-    """A run in a process of its own; ``lines`` are what it has said, each with when it came.
+    """A run in a process of its own, on a ``cluster`` of its own or the Ray that it starts; ``lines`` are what it has said,
+    each with when it came. ``segments`` are files of shared memory that its processes have had.
 
-    With ``place`` "disk" its folder is a small file system, and "shared memory" gives it a small ``/dev/shm`` of its own.
+    With "disk" among ``places`` its folder is a small file system; "shared memory" as the first gives it a small
+    ``/dev/shm`` of its own.
     """
 
     process: subprocess.Popen[str]
@@ -180,26 +211,48 @@ class Command:
     began: float = field(default_factory=time.monotonic)
     lines: list[tuple[float, str]] = field(default_factory=list)
     hangs: bool = False
+    ended: float = math.inf
+    cluster: TwoNodes | None = None
+    segments: set[Path] = field(default_factory=set)
 
     @classmethod
-    def start(cls, name: str, folder: Path, tasks: Path, place: str = "", *, again: bool = False) -> Command:
+    def start(
+        cls,
+        name: str,
+        folder: Path,
+        tasks: Path,
+        places: Sequence[str] = (),
+        *,
+        again: int = 0,
+        cluster: TwoNodes | None = None,
+    ) -> Command:
         example, options, _ = SETTINGS[name]
-        (folder / "run").mkdir(parents=True, exist_ok=again)
-        if place == "disk" and not again:
+        (folder / "run").mkdir(parents=True, exist_ok=bool(again))
+        if "disk" in places and not again:
             subprocess.run(("mount", "-t", "tmpfs", "-o", f"size={DISK}", "tmpfs", folder / "run"), check=True)
         (folder / "options.json").write_text(json.dumps(options).replace("TASKS", str(tasks)))
         files = ("--config", str(folder / "options.json"), "--run-dir", str(folder / "run"))
         mark, mount = uuid.uuid4().hex, f'mount -t tmpfs -o size={SHARED_MEMORY} tmpfs /dev/shm && exec "$@"'
-        confined = ("unshare", "--mount", "sh", "-c", mount, "sh") if place == "shared memory" else ()
+        confined = ("unshare", "--mount", "sh", "-c", mount, "sh") if "shared memory" in places[:1] else ()
         resumes = ("--resume", "auto") if again else ()
         process = subprocess.Popen(
-            (*confined, sys.executable, "-m", "rl_backend.cli", example, *files, *resumes),
+            (
+                *confined,
+                *(cluster.inside if cluster else ()),
+                sys.executable,
+                "-m",
+                "rl_backend.cli",
+                example,
+                *files,
+                *resumes,
+            ),
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
-            env={**os.environ, MARK: mark},
+            env={**os.environ, **(cluster.environment if cluster else {}), MARK: mark},
+            start_new_session=True,
         )
-        made = cls(process, folder, mark, "log-again" if again else "log")
+        made = cls(process, folder, mark, f"log-{again}" if again else "log", cluster=cluster)
         threading.Thread(target=made._read, daemon=True).start()
         return made
 
@@ -217,19 +270,31 @@ class Command:
         counts = [file.read_bytes().count(b"\n") for file in (self.folder / "run").rglob("metrics.jsonl")]
         return sum(counts) // max(len(counts), 1)
 
-    def disturb(self, faults: Sequence[Fault], pace: float) -> None:
+    def start_seconds(self) -> float | None:
+        """Of the training group."""
+        found = [found for _, line in self.lines if (found := STARTED.search(line))]
+        return 60 * int(found[0][1] or 0) + float(found[0][2]) if found else None
+
+    def disturb(self, faults: Sequence[Fault], pace: float, save_every: int = 0) -> None:
         """Strikes at the moments of ``faults`` until the run ends or takes too long; ``pace`` is the seconds of a step."""
-        left, due = list(faults), math.inf
+        left, due, looked, earliest = list(faults), math.inf, -math.inf, 0
         deadline = time.monotonic() + RUN_SECONDS
         while self.process.poll() is None and time.monotonic() < deadline:
+            # Of two nodes one must be left.
+            whole = not any(fault.place in NODES and fault.at < math.inf and fault.back is None for fault in faults)
             if left and math.isinf(due) and left[0].moment < 0:
                 due = self.began + left[0].moment % 1 * START_SECONDS
-            elif left and math.isinf(due) and self.steps() >= int(left[0].moment):
+            elif left and math.isinf(due) and whole and self.steps() >= max(int(left[0].moment), earliest):
                 due = time.monotonic() + left[0].moment % 1 * pace
             if time.monotonic() >= due:
-                struck = self._strike(left[0], {fault.process for fault in faults})
+                struck = self._strike(left[0], {fault.process for fault in faults if fault.place not in {**ENDING, **NODES}})
+                # What is scarce now is missed at the next checkpoint at the latest.
+                earliest = self.steps() + save_every + 1 if struck and left[0].kind in ("fill", "few") else earliest
                 left, due = (left[1:], math.inf) if struck else (left, due + 0.2)
             attribute(self.lines, faults)
+            if time.monotonic() > looked + LOOK_SECONDS:
+                looked = time.monotonic()
+                self.segments.update(*(shared_files(pid) for pid, _ in processes(self.mark)))
             for fault in faults:
                 if fault.wakes():
                     fault.woke = True
@@ -238,16 +303,13 @@ class Command:
         self.hangs = self.process.poll() is None
         self.process.kill()
         self.process.wait()
-        ended = time.monotonic()
+        self.ended = time.monotonic()
         time.sleep(0.2)  # for the last lines
         attribute(self.lines, faults)
-        for fault in faults:
-            if fault.place in ENDING and fault.at < math.inf and self.process.returncode and not self.hangs:
-                fault.seen = ended
 
     def _strike(self, fault: Fault, struck: set[Process]) -> bool:
         """False while no process of this place is there."""
-        parts = fault.place.split(" and ")
+        parts = fault.place.removesuffix(" files").removeprefix("starting ").split(" and ")
         found = {part: self._processes(part) - struck for part in reversed(parts)}
         if not all(found.values()):
             return False
@@ -259,7 +321,7 @@ class Command:
         return True
 
     def _processes(self, place: str) -> set[Process]:
-        if place in ("driver", "disk", "shared memory", "files"):
+        if place in ("driver", "terminal", "disk", "shared memory", *NODES):
             found = {Process.of(self.process.pid)}
         else:
             found = {Process.of(pid) for pid, command in processes(self.mark) if place_of(command) == place}
@@ -272,20 +334,24 @@ class Command:
             resource.prlimit(pid, resource.RLIMIT_NOFILE, (number, number))
         elif fault.kind == "fill":
             fill(self.folder / "run" if fault.place == "disk" else Path(f"/proc/{pid}/root/dev/shm"))
+        elif fault.place in NODES:
+            assert self.cluster is not None, "a setting of several nodes"
+            (self.cluster.remove_last_node if fault.kind == "kill" else self.cluster.cut_last_node_off)()
+            self.cluster.add_another_node()
+        elif fault.place == "terminal":
+            os.killpg(pid, SIGNALS[fault.kind])
         else:
             os.kill(pid, SIGNALS[fault.kind])
 
-    def end(self) -> int:
-        """Ends what the run has left behind when :data:`END_SECONDS` have passed; the number of those processes (and so of
-        who may hold ports, sockets or groups).
-        """
+    def end(self) -> Left:
+        """Ends what the run has left behind when :data:`END_SECONDS` have passed, and says what it was."""
         deadline = time.monotonic() + END_SECONDS
         while (left := dict(processes(self.mark))) and time.monotonic() < deadline:
             time.sleep(0.2)
         for pid in left:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-        return len(left)
+        return Left([command[:60] for command in left.values()], [path.name for path in self.segments if path.exists()])
 
 
 def place_of(command: str) -> str:
@@ -319,12 +385,12 @@ def attribute(lines: Sequence[tuple[float, str]], faults: Sequence[Fault]) -> No
         if fault.place == "holder":
             fault.seen = next((when for when, line in after if HOLDER_LOST.search(line)), None)
             continue
-        if fault.place == "rank":
+        if fault.place in ("rank", *NODES):
             replaced = [(when, line, found) for when, line in after if (found := RANKS_REPLACED.search(line))]
             for when, line, found in replaced[:1]:
-                began, fault.back = when - 60 * int(found[1] or 0) - float(found[2]), when
+                began, fault.back = when - 60 * int(found["minutes"] or 0) - float(found["seconds"]), when
                 if began >= fault.at or f"process {fault.process.pid} on" in line:
-                    fault.seen = max(began, fault.at)
+                    fault.seen, fault.during = max(began, fault.at), found["during"] or "between operations"
             continue
         lost = [(when, found[1]) for when, line in after if when not in told and (found := ENGINE_LOST.search(line))]
         since, engine = lost[0] if lost else (fault.at, "")
@@ -344,56 +410,70 @@ def left_alone(name: str, folder: Path, tasks: Path, busy: int) -> dict[str, Any
         for each in neighbours:
             each.kill()
             each.wait()
-    if command.process.returncode or command.end():
+    if command.process.returncode or any(command.end()):
         said = "\n".join(line for _, line in command.lines[-20:])
         raise RuntimeError(f"{name}, left alone, ended with {command.process.returncode} or left processes:\n{said}")
     (folder / "whole").touch()
     replaced = sum(bool(RANKS_REPLACED.search(line) or ENGINE_LOST.search(line)) for _, line in command.lines)
-    return {"setting": name, "busy": busy, "replaced": replaced}
+    load = [round(each, 1) for each in os.getloadavg()]
+    return {"setting": name, "busy": busy, "load_averages": load, "replaced": replaced}
 
 
 def trial(name: str, number: int, folder: Path, tasks: Path, expected: Path) -> dict[str, Any]:
     """A run with faults, and in what it differs from the undisturbed one in ``expected``."""
     (_, options, places), began, wanted = SETTINGS[name], time.monotonic(), outcome(expected / "run")
     faults = draw(name, number, options["steps"], places)
-    place = faults[0].place
-    command = Command.start(name, folder, tasks, place)
     metrics = next(lines for file, lines in wanted.items() if file.endswith("metrics.jsonl"))
-    command.disturb(faults, statistics.median(sum(step[each] for each in step if "seconds/" in each) for step in metrics))
-    status, left = command.process.returncode, command.end()
-    ended: dict[str, Any] = {}
-    if status and place in ENDING:
-        said = [line for _, line in command.lines[-3:]]
-        ended = {"ended": {"status": status, "hangs": command.hangs, "said": said}}
+    pace = statistics.median(sum(step[each] for each in step if "seconds/" in each) for step in metrics)
+    waiting, left = faults, Left([], [])
+    ended: list[dict[str, Any]] = []
+    cluster = TwoNodes(apart=True) if set(places) & {*NODES} else None
+    while True:
+        there = [fault.place for fault in waiting]
+        command = Command.start(name, folder, tasks, there, again=len(ended), cluster=cluster)
+        command.disturb(waiting, pace, options["save_every"])
+        status, each = command.process.returncode, command.end()
+        left.processes.extend(each.processes)
+        left.segments.extend(each.segments)
+        last = [fault for fault in waiting if fault.at < math.inf][-1:]
+        if not status or not last or last[0].place not in ENDING or last[0].kind == "stop":
+            break
+        waiting = [fault for fault in waiting if math.isinf(fault.at)]
+        if not command.hangs:
+            last[0].seen = command.ended
+        said = [line[:200] for _, line in command.lines[-3:]]
+        ended.append({"kind": last[0].kind, "place": last[0].place, "status": status, "hangs": command.hangs, "said": said})
         (folder / "run" / FILLER).unlink(missing_ok=True)
-        command = Command.start(name, folder, tasks, again=True)
-        command.disturb((), 1.0)
-        status, left = command.process.returncode, left + command.end()
+    if cluster is not None:
+        cluster.close()
     found = ["it failed"] if status else differences(outcome(folder / "run"), wanted)[:8]
-    if place == "disk":
+    if any(fault.place == "disk" for fault in faults):
         subprocess.run(("umount", "--lazy", folder / "run"), check=True)
     return {
         "setting": name,
         "number": number,
         "status": status,
         "differs_in": found,
-        **ended,
+        **({"ended": ended} if ended else {}),
         "faults": [fault.told() for fault in faults if fault.at < math.inf],
-        "left": {"processes": left, "segments": len(stale_segments())},
+        "left": left._asdict(),
         "seconds": round(time.monotonic() - began, 1),
-        **({"said": [line for _, line in command.lines[-8:]]} if status else {}),
+        "start_seconds": command.start_seconds(),
+        "step_seconds": round(pace, 3),
+        **({"said": [line[:200] for _, line in command.lines[-8:]]} if status else {}),
     }
 
 
 def figures(trials: Sequence[Mapping[str, Any]], undisturbed: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Shares of trials that ended, and that ended as the undisturbed run, by what was struck; seconds of their faults."""
     found: dict[str, Any] = {}
-    groups = {"ranks": ("rank",), "engines": ("engine", "worker"), "holders": ("holder",), "runs": tuple(ENDING)}
+    groups: dict[str, tuple[str, ...]] = {"ranks": ("rank",), "engines": ("engine", "worker"), "holders": ("holder",)}
+    groups |= {"nodes": tuple(NODES), "runs": tuple(ENDING)}
     for group, places in groups.items():
         struck = [each for each in trials if any(fault["place"] in places for fault in each["faults"])]
         faults = [fault for each in struck for fault in each["faults"] if fault["place"] in places]
         lost = [fault["lost_seconds"] for fault in faults if fault["lost_seconds"] is not None]
-        kinds = dict.fromkeys(kind for place in places for kind in ENDING.get(place, KILL_OR_STOP))
+        kinds = dict.fromkeys(kind for place in places for kind in {**ENDING, **NODES}.get(place, REPLACED))
         seen = {kind: [fault["seen_seconds"] for fault in faults if fault["kind"] == kind] for kind in kinds}
         found[group] = {
             "trials": len(struck),
@@ -401,12 +481,34 @@ def figures(trials: Sequence[Mapping[str, Any]], undisturbed: Sequence[Mapping[s
             "recovered_fraction": share(each["status"] == 0 for each in struck),
             "equal_fraction": share(not each["differs_in"] for each in struck),
             "detect_seconds_p95": {kind: p95(seconds) for kind, seconds in seen.items()},
-            "lost_seconds_median": round(statistics.median(lost), 2) if lost else None,
+            "lost_seconds_median": median(lost),
             "woke": sum(fault["woke"] for fault in faults),
         }
-    left = {kind: sum(each["left"][kind] for each in trials) for kind in ("processes", "segments")}
+    table: dict[str, dict[str, int]] = {}
+    for each in trials:
+        for fault in each["faults"]:
+            counts = table.setdefault(kind_of_fault(each["setting"], fault), {"faults": 0, "recovered": 0, "equal": 0})
+            counts["faults"] += 1
+            counts["recovered"] += each["status"] == 0
+            counts["equal"] += not each["differs_in"]
+    memory = [each for each in trials if each["setting"] == "sft_memory" and each.get("start_seconds")]
+    lost = [fault["lost_seconds"] for each in memory for fault in each["faults"] if fault["lost_seconds"] is not None]
+    begun = [each["start_seconds"] + each["step_seconds"] for each in memory]
+    found["memory"] = {"lost_seconds_median": median(lost), "step_and_start_seconds_median": median(begun)}
+    left = {kind: sum(len(each["left"][kind]) for each in trials) for kind in Left._fields}
     false = {"runs": len(undisturbed), "replaced": sum(each["replaced"] for each in undisturbed)}
-    return {**found, "left": left, "false_replacements": false}
+    return {**found, "kinds": dict(sorted(table.items())), "left": left, "false_replacements": false}
+
+
+def kind_of_fault(setting: str, fault: Mapping[str, Any]) -> str:
+    """What was done to what, and when where the run said so: ``kill rank in save_checkpoint``."""
+    of = " of two workers" if setting == "grpo_workers" and fault["place"] == "engine" else ""
+    when = " in the start" if fault["step"] < 0 else f" in {fault['during']}" if fault.get("during") else ""
+    return f"{fault['kind']} {fault['place']}{of}{when}"
+
+
+def median(values: Sequence[float]) -> float | None:
+    return round(statistics.median(values), 2) if values else None
 
 
 def share(values: Iterable[bool]) -> float | None:

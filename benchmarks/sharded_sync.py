@@ -3,28 +3,36 @@
 **layouts**: of four training ranks each sends the rectangles that it holds, or the source rank sends what all gather. Both
 are :class:`~actors.sync.push.WeightSync` with all checks, over shared memory and over gloo, to running vLLM engines, in turn
 in one run; figures are medians. ``largest_share`` is the largest number of bytes that one rank sends over those that the
-source rank sends otherwise. After the timing, what the ranks wrote to shared memory is compared with a gathered export,
-tensor by tensor.
+source rank sends otherwise. Engines have two workers, each of which is sent what its loaders read: ``received_over_held`` is
+that over the bytes of its parameters. After the timing, what the ranks wrote to shared memory is compared with a gathered
+export, element by element.
 
 **changed**: GRPO of SmolLM2-135M in bfloat16 on two ranks, on sums, at several learning rates. After each step a push sends
 what changed, and another one all, over gloo on the loopback interface, where bytes cost little. Medians leave out the first
 step: 8 % of the weights, which come from a quantised file, lie just between two bfloat16 numbers, and any step moves them.
 ``rates`` has what one thread copies with a digest in a second, and of what it finds a patch, by share of changed elements.
 
-``python -m benchmarks.sharded_sync [layouts] [changed]`` writes ``results/sharded_sync.json``.
+**computed**: bytes and seconds of pushes of Qwen3-235B-A22B and DeepSeek-V3 from 64 to 512 ranks to engines of eight
+workers, by the plans of both sides, for links of 400 Gbit/s. Nothing is sent: the model of a worker is built on the meta
+device, where its loaders say what they read.
+
+``python -m benchmarks.sharded_sync [layouts] [changed] [computed]`` writes ``results/sharded_sync.json``.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import random
 import re
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from functools import partial
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -45,16 +53,31 @@ from actors import (
     sample_seeds,
 )
 from actors.cluster.session import init_local_ray
+from actors.rollout.vllm.capabilities import has_latent_attention
 from actors.sync.report import PushReport
 from actors.sync.staged_transports import PushPlan, describe_export
 from benchmarks.report import interleave, machine, medians, require_sleeping_threads, update_result
 from rl_backend.algorithm import rloo_advantages
-from rl_backend.contracts import NativeConfig, OptimizerConfig, ParallelConfig, RuntimeConfig, TokenSequence
+from rl_backend.checkpoint.hf_reader import read_hf_config
+from rl_backend.contracts import (
+    NativeConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    RuntimeConfig,
+    TensorInfo,
+    TensorTile,
+    TokenSequence,
+)
 from rl_backend.data import encode_messages, load_tokenizer
+from rl_backend.lab.plan.memory import Workload
+from rl_backend.lab.plan.native import native_memory
+from rl_backend.runtime.bridge.config import BridgeConfig
 from rl_backend.weights.changes import make_patch
 from rl_backend.weights.inspection import copy_with_digest
-from rl_backend.weights.staging import plan_layout, read_tensor
+from rl_backend.weights.staging import read_tensor
+from rl_backend.weights.tiles import plan_tiles
 from tests.support.libraries import smollm2
+from tests.support.released_deepseek import DEEPSEEK_V3
 
 RANKS = 4
 SIZES = {
@@ -73,11 +96,15 @@ MODELS = {
         **SIZES, intermediate_size=2304, moe_intermediate_size=512, num_experts=8, num_experts_per_tok=2
     ),
 }
-LAYOUTS = {
-    "tp2 x dp2": ("dense", ParallelConfig(tp=2)),
-    "ep2 x dp2": ("mixture", ParallelConfig(ep=2)),
-    "pp2 x tp2": ("dense", ParallelConfig(pp=2, tp=2)),
+WORKERS = 2
+"""Of an engine."""
+LAYOUTS: dict[str, tuple[str, NativeConfig | BridgeConfig]] = {
+    "tp2 x dp2": ("dense", NativeConfig(device="cpu", parallel=ParallelConfig(tp=2))),
+    "ep2 x dp2": ("mixture", NativeConfig(device="cpu", parallel=ParallelConfig(ep=2))),
+    "pp2 x tp2": ("dense", NativeConfig(device="cpu", parallel=ParallelConfig(pp=2, tp=2))),
+    "bridge, tp2 x dp2": ("dense", BridgeConfig(device="cpu", param_dtype="float32", parallel=ParallelConfig(tp=2))),
 }
+ENGINE_ARGS: dict[str, dict[str, Any]] = {"dense": {}, "mixture": {"enable_expert_parallel": True}}
 LEARNING_RATES = {"lr_1e_6": 1e-6, "lr_1e_5": 1e-5, "lr_1e_4": 1e-4}
 SAMPLING = SamplingConfig(n=8, temperature=1.0, max_new_tokens=24)
 PROMPTS = 4
@@ -98,17 +125,23 @@ class OneSource:
 
 
 def differing(context: RankContext, plan: PushPlan) -> list[str]:
-    """On the source rank, names of tensors in the segment of a push that are not those of a gathered export."""
-    layout = {info.name: info for info in plan_layout(plan.infos)[0]}
+    """On the source rank, what in the segment of a push is not what a gathered export has."""
     model, dtype = context.handle(plan.handle), getattr(torch, plan.dtype)
+    tiles: dict[str, list[TensorTile]] = {}
+    for tile in plan.staged().tiles:
+        tiles.setdefault(tile.tensor, []).append(tile)
     wrong = []
     for name, tensor in context.runtime.export_weights(model, dtype=dtype):
-        if context.rank == 0 and not torch.equal(read_tensor(context.state[plan.key].buffer, layout[name]), tensor):
-            wrong.append(name)
+        for tile in tiles.get(name, ()) if context.rank == 0 else ():
+            region = tuple(slice(*edges) for edges in tile.box)
+            if not torch.equal(read_tensor(context.state[plan.key].buffer, tile), tensor[region]):
+                wrong.append(str(tile))
     return wrong
 
 
-def measure(train: TrainGroup, policy: HandleRef, rollout: RolloutGroup, transport: Any, runs: int) -> dict[str, Any]:
+def measure(
+    train: TrainGroup, policy: HandleRef, rollout: RolloutGroup, transport: Any, runs: int, held: list[int]
+) -> dict[str, Any]:
     """Figures of one transport; raises where a tensor is not the one that the ranks have."""
     ways: dict[str, Any] = {"rectangles": train, "one_source": OneSource(train)}
     syncs = {name: WeightSync(ranks, rollout, policy, transport=transport) for name, ranks in ways.items()}
@@ -126,6 +159,7 @@ def measure(train: TrainGroup, policy: HandleRef, rollout: RolloutGroup, transpo
         seconds = interleave(runs, {name: partial(push, name) for name in ways})
         if transport == "shared_memory":
             plan = syncs["rectangles"]._plan()
+            plan = replace(plan, tiles=syncs["rectangles"]._tiles(plan, rollout.engine_set))
             if wrong := train.run_on_ranks(differing, plan)[0]:
                 raise RuntimeError(f"{len(wrong)} tensors were not what the ranks have: {', '.join(wrong[:8])}")
     finally:
@@ -138,6 +172,8 @@ def measure(train: TrainGroup, policy: HandleRef, rollout: RolloutGroup, transpo
         "bytes": reports["rectangles"][-1].nbytes,
         "sent_by_rank": sent,
         "largest_share": max(sent["rectangles"]) / max(sent["one_source"]),
+        "received_by_worker": reports["rectangles"][-1].received,
+        "received_over_held": [got / own for got, own in zip(reports["rectangles"][-1].received, held, strict=True)],
         "sent_in_all": sum(sent["rectangles"]) / reports["rectangles"][-1].nbytes,
         "seconds": seconds,
         "medians": middle,
@@ -147,24 +183,52 @@ def measure(train: TrainGroup, policy: HandleRef, rollout: RolloutGroup, transpo
     }
 
 
-def measure_layout(name: str, directory: Path, runs: int, engines: int) -> dict[str, Any]:
-    model, parallel = LAYOUTS[name]
-    path = directory / model
-    if not path.exists():
+def held_by_workers(path: Path, engine_args: dict[str, Any]) -> list[int]:
+    """Bytes of the parameters of each worker of an engine."""
+    from tests.support.worker_models import worker_model
+
+    found = []
+    for worker in range(WORKERS):
+        with worker_model(path, worker, WORKERS, **engine_args) as (model, _):
+            found.append(sum(parameter.nbytes for parameter in model.parameters()))
+    return found
+
+
+def write_models(directory: Path) -> dict[str, list[int]]:
+    """Writes the models, and returns what each worker of an engine of them holds."""
+    for name, config in MODELS.items():
         torch.manual_seed(0)
-        AutoModelForCausalLM.from_config(MODELS[model]).save_pretrained(path)
-    config = RuntimeConfig(hf_path=str(path), backend_cfg=NativeConfig(device="cpu", parallel=parallel))
+        AutoModelForCausalLM.from_config(config).save_pretrained(directory / name)
+    with ProcessPoolExecutor(1, get_context("spawn")) as pool:  # vLLM takes memory that its process keeps
+        return {name: pool.submit(held_by_workers, directory / name, ENGINE_ARGS[name]).result() for name in MODELS}
+
+
+def measure_layout(name: str, directory: Path, runs: int, engines: int, held: dict[str, list[int]]) -> dict[str, Any]:
+    model, options = LAYOUTS[name]
+    path = directory / model
+    backend = "bridge" if isinstance(options, BridgeConfig) else "native"
+    config = RuntimeConfig(backend=backend, hf_path=str(path), backend_cfg=options)
     rollout_config = RolloutConfig(
-        model_path=str(path), num_engines=engines, device="cpu", dtype="float32", max_model_len=256, kv_cache_gib=0.1
+        model_path=str(path),
+        num_engines=engines,
+        tensor_parallel=WORKERS,
+        cores=(tuple(range(WORKERS)),) * engines,
+        device="cpu",
+        dtype="float32",
+        max_model_len=256,
+        kv_cache_gib=0.1,
+        engine_args=ENGINE_ARGS[model],
     )
     with TrainGroup(config, num_ranks=RANKS) as train, RolloutGroup(rollout_config) as rollout:
         policy = train.build_model(forward_only=True)
-        result = {way: measure(train, policy, rollout, way, runs) for way in ("shared_memory", "gloo")}
+        ways = ("shared_memory", "gloo")
+        result = {way: measure(train, policy, rollout, way, runs, held[model]) for way in ways}
     for way, found in result.items():
         print(
-            f"{name}, {way}: largest share {found['largest_share']:.3f}, sent in all {found['sent_in_all']:.3f}; push "
-            f"{found['medians']['rectangles']:.3f} s against {found['medians']['one_source']:.3f} s, stage "
-            f"{found['stage_medians']['rectangles']:.3f} s against {found['stage_medians']['one_source']:.3f} s",
+            f"{name}, {way}: largest share {found['largest_share']:.3f}, sent in all {found['sent_in_all']:.3f}, "
+            f"received over held {max(found['received_over_held']):.3f}; push {found['medians']['rectangles']:.3f} s "
+            f"against {found['medians']['one_source']:.3f} s, stage {found['stage_medians']['rectangles']:.3f} s against "
+            f"{found['stage_medians']['one_source']:.3f} s",
             flush=True,
         )
     return result
@@ -173,10 +237,12 @@ def measure_layout(name: str, directory: Path, runs: int, engines: int) -> dict[
 def measure_layouts(names: list[str], runs: int, engines: int) -> dict[str, Any]:
     facts = machine()
     with tempfile.TemporaryDirectory() as scratch:
-        layouts = {name: measure_layout(name, Path(scratch), runs, engines) for name in names}
+        held = write_models(Path(scratch))
+        layouts = {name: measure_layout(name, Path(scratch), runs, engines, held) for name in names}
     return {
         "ranks": RANKS,
         "engines": engines,
+        "workers": WORKERS,
         "runs": runs,
         "models": {name: {**SIZES, "type": config.model_type} for name, config in MODELS.items()},
         "layouts": layouts,
@@ -296,14 +362,98 @@ def measure_all_changed(steps: int) -> dict[str, Any]:
     }
 
 
+QWEN3_235B: dict[str, Any] = {
+    "model_type": "qwen3_moe",
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "torch_dtype": "bfloat16",
+    "vocab_size": 151936,
+    "hidden_size": 4096,
+    "num_hidden_layers": 94,
+    "num_attention_heads": 64,
+    "head_dim": 128,
+    "num_key_value_heads": 4,
+    "intermediate_size": 12288,
+    "moe_intermediate_size": 1536,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "norm_topk_prob": True,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+    "max_position_embeddings": 40960,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1e6,
+    "tie_word_embeddings": False,
+    "attention_bias": False,
+    "hidden_act": "silu",
+}
+COMPUTED = {"Qwen3-235B-A22B": QWEN3_235B, "DeepSeek-V3": DEEPSEEK_V3}
+COMPUTED_RANKS = (64, 128, 256, 512)
+COMPUTED_LAYOUT = ParallelConfig(tp=4, ep=64)
+COMPUTED_WORKERS = 8
+PARTS = ("layouts", "changed", "computed")
+LINK_GIB = 46.6
+"""400 Gbit/s; each rank and each worker has one."""
+
+
+def read_by_a_worker(path: Path, infos: Sequence[TensorInfo]) -> int:
+    """Bytes that the first worker of an engine is sent; each worker has a part of every expert."""
+    from actors.rollout.vllm.reads import record_reads
+    from tests.support.worker_models import worker_model
+
+    engine_args: dict[str, Any] = {"dtype": "bfloat16"}
+    if has_latent_attention(read_hf_config(path)):
+        engine_args["attention_backend"] = "CPU_MLA"
+    with worker_model(path, 0, COMPUTED_WORKERS, device="meta", **engine_args) as (model, _):
+        reads = record_reads(model, infos)
+    return sum(tile.nbytes for tile in plan_tiles(infos, [reads]))
+
+
+def compute_model(name: str, directory: Path) -> dict[str, Any]:
+    """What pushes of a model take by the plans of its ranks and of an engine."""
+    directory.mkdir()
+    (directory / "config.json").write_text(json.dumps(COMPUTED[name]))
+    native = NativeConfig(parallel=COMPUTED_LAYOUT, param_dtype="bfloat16", activation_checkpointing="full", device="cpu")
+    config = RuntimeConfig(hf_path=str(directory), backend_cfg=native)
+    rows: dict[str, Any] = {}
+    for ranks in COMPUTED_RANKS:
+        _, infos, sent = native_memory(config, ranks, Workload())
+        nbytes, largest = sum(info.nbytes for info in infos), max(sent())
+        rows[str(ranks)] = {"largest_sent": largest, "send_seconds": largest / GIB / LINK_GIB}
+        print(f"{name}, {ranks} ranks: {nbytes / GIB:.1f} GiB, a rank sends {largest / GIB:.2f}", flush=True)
+    fields = {key: value for key, value in COMPUTED[name].items() if key != "quantization_config"}
+    (directory / "config.json").write_text(json.dumps(fields))
+    with ProcessPoolExecutor(1, get_context("spawn")) as pool:
+        received = pool.submit(read_by_a_worker, directory, infos).result()
+    print(f"{name}: a worker of {COMPUTED_WORKERS} receives {received / GIB:.2f} GiB", flush=True)
+    return {
+        "bytes": nbytes,
+        "one_source_seconds": nbytes / GIB / LINK_GIB,
+        "received_by_worker": received,
+        "receive_seconds": received / GIB / LINK_GIB,
+        "ranks": rows,
+    }
+
+
+def measure_computed() -> dict[str, Any]:
+    with tempfile.TemporaryDirectory() as scratch:
+        models = {name: compute_model(name, Path(scratch) / name) for name in COMPUTED}
+    layout = COMPUTED_LAYOUT.model_dump(exclude_defaults=True)
+    return {"link_gib": LINK_GIB, "layout": layout, "workers": COMPUTED_WORKERS, "models": models}
+
+
 def main() -> None:
     """Measures, prints and writes the result."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("parts", nargs="*", choices=("layouts", "changed"), default=["layouts", "changed"])
+    parser.add_argument("parts", nargs="*", choices=PARTS, default=PARTS)
     parser.add_argument("--runs", type=int, default=5, help="rounds of pushes; of changed, steps of GRPO")
     parser.add_argument("--engines", type=int, default=1)
     parser.add_argument("--layouts", nargs="+", choices=LAYOUTS, default=list(LAYOUTS))
     arguments = parser.parse_args()
+    if "computed" in arguments.parts:
+        path = update_result("sharded_sync", {"computed": measure_computed()})
+    if set(arguments.parts) == {"computed"}:
+        print(f"written to {path}")
+        return
     require_sleeping_threads("benchmarks.sharded_sync")
     init_local_ray(num_cpus=16, include_dashboard=False, log_to_driver=False, object_store_memory=200 * 2**20)
     try:

@@ -1,13 +1,15 @@
 """Steps on sequences that begin alike, with these tokens computed once and for every sequence. Prompts are not trained.
 
 ``dense`` is the model of ``train_speed``, ``deltanet`` one of its size of which three layers in four have gated DeltaNet.
-``512x512x16`` are 16 answers of 512 tokens to a prompt of 512; ``tree`` are episodes that branch twice. Beside each ratio
-stands the one that is possible: floating-point operations without over with, as ``rl-backend plan`` counts them: layers by
-rows, scores by pairs of tokens, the head by the log-probs that are wanted. ``nothing`` is the time that is spent looking for
-beginnings in sequences that have none in common; ``shortest`` says from which length on sharing gains. ``routes`` samples
-groups from a mixture of experts by vLLM and compares what it sent the tokens of a prompt to in each of its answers: only
-where that is equal does a replay of these routes (R3) share.
-Each row is a process of its own, in the environment of a rank, and kept at once: about twenty minutes together.
+``512x512x16`` are 16 answers of 512 tokens to a prompt of 512; ``tree`` are episodes that branch twice. As in a run, both
+sides have one ``max_tokens_per_micro_batch`` and plan their micro-batches by it: 2,560 computed tokens, or those of a group
+where these are more (``budget``). A step has as many ``groups`` as one micro-batch then takes computed. Both sides thus work
+on products of about equal sizes. Beside each ratio stands the one that is possible: floating-point operations without over
+with, as ``rl-backend plan`` counts them: layers by rows, scores by pairs of tokens, the head by the log-probs that are
+wanted. ``nothing`` is the time that is spent looking for beginnings in sequences that have none in common; ``shortest`` says
+from which length on sharing gains. ``routes`` samples groups from a mixture of experts by vLLM and compares what it sent the
+tokens of a prompt to in each of its answers: only where that is equal does a replay of these routes (R3) share.
+Each row is a process of its own, in the environment of a rank, and kept at once: about half an hour together.
 
     python -m benchmarks.shared_prefixes                          all rows, into results/shared_prefixes.json
     python -m benchmarks.shared_prefixes --only "dense tree"      some, beside those that the file has
@@ -35,7 +37,7 @@ from benchmarks.report import machine, read_result, update_result
 from benchmarks.train_speed import LEARNING_RATE, MODEL, make_model, next_token_loss
 from rl_backend.contracts import TARGET_IDS, NativeConfig, OptimizerConfig, PackedBatch, RuntimeConfig, TokenSequence
 from rl_backend.contracts.replay import ROUTES
-from rl_backend.data import pack, plan_shared, prefixes
+from rl_backend.data import pack, plan_micro_batches, plan_shared, prefixes
 from rl_backend.lab.plan.native import measure_stage
 from rl_backend.parallel.groups import fake_rank
 from rl_backend.runtime import create_runtime
@@ -55,6 +57,8 @@ ROWS = (
 )
 TREE = (256, 3, 128, 3, 128)
 """Tokens of the beginning; branches, and tokens of each; those of each of these, and their tokens."""
+BUDGET = 2560
+"""Computed tokens of a micro-batch."""
 SHORTEST = (8, 16, 32, 64)
 MIXTURE: Mapping[str, Any] = {
     "vocab_size": 2048,
@@ -109,9 +113,9 @@ def drawn(generator: torch.Generator, length: int) -> Tensor:
     return torch.randint(1, MODEL["vocab_size"], (length,), generator=generator)
 
 
-def sequences_of(work: str, divisor: int) -> tuple[list[Tensor], int]:
-    """The sequences, and how many tokens of each are its prompt."""
-    generator = torch.Generator().manual_seed(0)
+def sequences_of(work: str, divisor: int, seed: int = 0) -> tuple[list[Tensor], int]:
+    """The sequences of a group, and how many tokens of each are its prompt."""
+    generator = torch.Generator().manual_seed(seed)
     if work == "nothing":
         return [drawn(generator, 512 // divisor) for _ in range(8)], 1
     if work == "tree":
@@ -126,42 +130,53 @@ def sequences_of(work: str, divisor: int) -> tuple[list[Tensor], int]:
     return [torch.cat((root, drawn(generator, answer // divisor))) for _ in range(answers)], len(root)
 
 
-def batch_of(sequences: Sequence[Tensor], prompt: int) -> PackedBatch:
-    """Targets as :mod:`rl_backend.algorithm.sequences` asks for them."""
+def micro_batches_of(sequences: Sequence[Tensor], prompt: int, budget: int, *, shares: bool) -> list[PackedBatch]:
+    """A step, planned as a training group plans it for one rank."""
+    plan = plan_shared(sequences, 1, budget) if shares else None
+    plan = plan or plan_micro_batches([*map(len, sequences)], 1, budget)
+    total = sum(len(ids) - prompt for ids in sequences)
+    return [batch_of([sequences[index] for index in each], prompt, total) for each in plan.micro_batches[0]]
+
+
+def batch_of(sequences: Sequence[Tensor], prompt: int, total: int = 0) -> PackedBatch:
+    """Targets as :mod:`rl_backend.algorithm.sequences` asks for them. ``total``: of the step, 0 for one of this batch."""
     targets = [torch.cat((ids.new_full((prompt - 1,), -100), ids[prompt:], ids.new_tensor([-100]))) for ids in sequences]
-    meta = {"batch_num_tokens": sum(len(ids) - prompt for ids in sequences)}
+    meta = {"batch_num_tokens": total or sum(len(ids) - prompt for ids in sequences)}
     lengths = torch.tensor([*map(len, sequences)])
     return PackedBatch(torch.cat(list(sequences)), lengths, {TARGET_IDS: torch.cat(targets)}, meta=meta)
 
 
-def operations(model_dir: Path, batch: PackedBatch, *, shares: bool) -> int:
-    """Of a forward and a backward pass."""
+def operations(model_dir: Path, batches: Sequence[PackedBatch], *, shares: bool) -> int:
+    """Of forward and backward passes."""
     native = NativeConfig(device="cpu")
     model = describe_model(model_dir, native, "log_probs")
     with fake_rank(native.parallel, 0, 1) as groups:
         module = build_module(model.family, model.architecture, model.settings, groups, native, forward_only=False)
-        return measure_stage(module, batch, groups, None, splits_backward=False, shares_prefixes=shares).flops
+        return sum(
+            measure_stage(module, batch, groups, None, splits_backward=False, shares_prefixes=shares).flops
+            for batch in batches
+        )
 
 
-type Step = Callable[[PackedBatch], tuple[float, float, float]]
+type Step = Callable[[Sequence[PackedBatch]], tuple[float, float, float]]
 
 
 def step_of(model_dir: Path, share: str) -> Step:
-    """Seconds of forward and backward pass, seconds of the whole step, and its loss."""
+    """Seconds of forward and backward passes, seconds of the whole step, and its loss."""
     options = {"device": "cpu", "share_prefixes": share, "optimizer": OptimizerConfig(lr=LEARNING_RATE)}
     runtime = create_runtime(RuntimeConfig(hf_path=str(model_dir), backend_cfg=options, max_tokens_per_micro_batch=2**16))
     handle = runtime.build_model()
 
-    def step(batch: PackedBatch) -> tuple[float, float, float]:
+    def step(batches: Sequence[PackedBatch]) -> tuple[float, float, float]:
         start = time.perf_counter()
         runtime.zero_grad(handle)
         with runtime.train_mode(handle):
-            loss = runtime.forward_backward(handle, [batch], next_token_loss).loss
+            loss = runtime.forward_backward(handle, batches, next_token_loss).loss
         passed = time.perf_counter()
         runtime.optimizer_step(handle)
         return passed - start, time.perf_counter() - start, loss
 
-    step(batch_of(sequences_of("32x32x2", 1)[0], 32))
+    step([batch_of(sequences_of("32x32x2", 1)[0], 32)])
     return step
 
 
@@ -179,20 +194,31 @@ def measure(row: str, *, seconds: float, divisor: int) -> dict[str, Any]:
         sequences, prompt = sequences_of(work, divisor)
         if work == "nothing":
             return _search(model_dir, sequences)
-        batch = batch_of(sequences, prompt)
-        possible = operations(model_dir, batch, shares=False) / operations(model_dir, batch, shares=True)
-        steps = {share: step_of(model_dir, share) for share in ("auto", "off")}
-        return {**_compare(steps, batch, seconds), "possible": possible, "computed": prefixes.grow(sequences).num_rows}
+        rows = prefixes.grow(sequences).num_rows
+        budget = max(BUDGET // divisor, rows)
+        groups = budget // rows
+        of_step = [ids for seed in range(groups) for ids in sequences_of(work, divisor, seed)[0]]
+        batches = {share: micro_batches_of(of_step, prompt, budget, shares=share == "auto") for share in ("auto", "off")}
+        wanted = {share: operations(model_dir, batches[share], shares=share == "auto") for share in batches}
+        steps = {share: step_of(model_dir, share) for share in batches}
+        return {
+            "groups": groups,
+            "budget": budget,
+            "micro_batches": {share: len(each) for share, each in batches.items()},
+            **_compare(steps, batches, seconds),
+            "possible": wanted["off"] / wanted["auto"],
+            "computed": groups * rows,
+        }
 
 
-def _compare(steps: Mapping[str, Step], batch: PackedBatch, seconds: float) -> dict[str, Any]:
+def _compare(steps: Mapping[str, Step], batches: Mapping[str, Sequence[PackedBatch]], seconds: float) -> dict[str, Any]:
     passes: dict[str, list[float]] = {share: [] for share in steps}
     whole: dict[str, list[float]] = {share: [] for share in steps}
     peaks, before, losses = dict[str, float](), reset_peak_memory(), list[float]()
     while len(passes["off"]) < MOST_ROUNDS and (not losses or sum(map(sum, whole.values())) < seconds):
         # What shares takes less memory, and the process keeps what it has taken: it comes first.
         for share, step in steps.items():
-            of_passes, of_step, loss = step(batch)
+            of_passes, of_step, loss = step(batches[share])
             passes[share].append(of_passes)
             whole[share].append(of_step)
             losses.append(loss)
@@ -200,7 +226,7 @@ def _compare(steps: Mapping[str, Step], batch: PackedBatch, seconds: float) -> d
         if abs(losses[-1] - losses[-2]) > 1e-3 * abs(losses[-1]):
             raise RuntimeError(f"losses differ: {losses}")
     return {
-        "tokens": batch.num_tokens,
+        "tokens": sum(batch.num_tokens for batch in batches["off"]),
         "seconds": passes,
         "step_seconds": whole,
         "peak_gib": peaks,
@@ -224,7 +250,7 @@ def _search(model_dir: Path, sequences: Sequence[Tensor]) -> dict[str, Any]:
         for _ in range(2):
             assert prefixes.shared_prefixes(batch, replays=False) is None
         found.append(time.perf_counter() - start)
-    _, step, _ = step_of(model_dir, "auto")(batch)
+    _, step, _ = step_of(model_dir, "auto")([batch])
     return {"tokens": batch.num_tokens, "search_seconds": median(found), "step_seconds": step, "share": median(found) / step}
 
 
@@ -236,7 +262,8 @@ def _gains_of_lengths(model_dir: Path, divisor: int) -> dict[str, Any]:
         generator = torch.Generator().manual_seed(length)
         pairs = [(drawn(generator, length),) * 2 for _ in range(8 // min(divisor, 4))]
         sequences = [torch.cat((root, drawn(generator, 64))) for pair in pairs for root in pair]
-        gains[str(length)] = _compare(steps, batch_of(sequences, length), seconds=8.0)["off_over_auto"]
+        batch = batch_of(sequences, length)
+        gains[str(length)] = _compare(steps, {"auto": [batch], "off": [batch]}, seconds=8.0)["off_over_auto"]
     return {"off_over_auto_by_length": gains}
 
 

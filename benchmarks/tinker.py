@@ -25,10 +25,12 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+import torch
+from torch import Tensor
 
 from benchmarks.report import machine, read_result, update_result
 from benchmarks.tinker_chaos import run_chaos, summary
-from benchmarks.tinker_task import NAME, SHARES, sums, write_names
+from benchmarks.tinker_task import NAME, SHARES, WARM_START, sums, write_names
 from tests.support.libraries import FOLDER, ROOT, cookbook, smollm2
 from tests.support.serve_fuzzer import fuzz as send
 from tests.support.serve_process import Served, serve_command, serving
@@ -87,7 +89,6 @@ RECIPES["math_rl_smollm2"] = {
     "options": {
         **RECIPES["math_rl"]["options"],
         "renderer_name": _OF_SMOLLM2,
-        "groups_per_batch": 6,
         "learning_rate": 2e-4,
     },
     "model": smollm2,
@@ -295,6 +296,58 @@ def idle(_: str, __: Path) -> dict[str, Any]:
     return {"seconds": seconds, "per_cent_of_a_core": round(of_server, 2), "with_ray_and_engine": round(of_all, 2)}
 
 
+def log_probs_smollm2(url: str, _: Path) -> dict[str, Any]:
+    """How far float32 is from float64 on tokens that SmolLM2 samples: the engine, the trainer, and Transformers.
+
+    ``mean_of_a_step`` is what the recipe's KL (v1) would be between two of them that do not err together: the deviation of
+    the mean over the 12 prompts of a step.
+    """
+    from tinker import types
+    from tinker_cookbook import renderers
+    from transformers import AutoModelForCausalLM
+
+    model, generator, prompts, answers = str(smollm2().resolve()), random.Random(1), 24, 8
+    training = service(url).create_lora_training_client(base_model=model, rank=_RANK, seed=0).result()
+    sampler = service(url).create_sampling_client(base_model=model).result()
+    renderer = renderers.get_renderer(_OF_SMOLLM2, training.get_tokenizer())
+    found: dict[str, list[Tensor]] = {name: [] for name in ("engine", "trainer", "transformers")}
+    wide, narrow = (AutoModelForCausalLM.from_pretrained(model, dtype=dtype) for dtype in (torch.float64, torch.float32))
+    for number in range(prompts):
+        prompt = renderer.build_generation_prompt(sums(generator)[:3])
+        params = types.SamplingParams(max_tokens=5, seed=number)
+        sampled = sampler.sample(prompt, answers, params).result().sequences
+        ids = [torch.tensor([*prompt.to_ints(), *each.tokens]) for each in sampled]
+        data = [
+            types.Datum(
+                model_input=types.ModelInput.from_ints(each[:-1].tolist()),
+                loss_fn_inputs={"target_tokens": each[1:].tolist(), "weights": [1.0] * (len(each) - 1)},
+            )
+            for each in ids
+        ]
+        outputs = training.forward(data, "cross_entropy").result().loss_fn_outputs
+        for own, sequence, output in zip(ids, sampled, outputs, strict=True):
+            count = len(sequence.tokens)
+            exact, plain = (_of_last(each, own, count) for each in (wide, narrow))
+            theirs = torch.tensor(sequence.logprobs), output["logprobs"].to_torch()[-count:], plain
+            for name, log_probs in zip(found, theirs, strict=True):
+                found[name].append(log_probs.double() - exact)
+    return {"tokens": sum(map(len, found["engine"])), **{name: _errors(each, answers) for name, each in found.items()}}
+
+
+@torch.no_grad()
+def _of_last(model: Any, ids: Tensor, count: int) -> Tensor:
+    """Log-probs of the last tokens; normalised in float64, because torch's own sum over so many words errs."""
+    logits: Tensor = model(ids[None]).logits[0, -count - 1 : -1].double()
+    return logits.log_softmax(-1).gather(1, ids[-count:, None]).squeeze(1)
+
+
+def _errors(errors: Sequence[Tensor], answers: int) -> dict[str, float]:
+    whole = torch.cat(list(errors))
+    by_prompt = torch.stack([torch.cat(list(errors[at : at + answers])).mean() for at in range(0, len(errors), answers)])
+    root = whole.square().mean().sqrt()
+    return {"mean": float(whole.mean()), "root_mean_square": float(root), "mean_of_a_step": float(by_prompt.std() / 12**0.5)}
+
+
 def _vocabulary(url: str) -> int:
     return len(service(url).create_sampling_client(base_model=NAME).result().get_tokenizer())
 
@@ -325,16 +378,20 @@ PARTS: Mapping[str, Callable[[str, Path], dict[str, Any]]] = {
     "fairness": fairness,
     "idle": idle,
     "fuzz": fuzz,
+    "log_probs_smollm2": log_probs_smollm2,
 }
+OTHER_MODELS: Mapping[str, Callable[[], Path]] = {
+    "log_probs_smollm2": smollm2,
+    **{name: recipe["model"] for name, recipe in RECIPES.items() if "model" in recipe},
+}
+"""Part -> what makes the directory of its model, where that is not the folder's."""
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("parts", nargs="*", choices=[*RECIPES, *PARTS, "chaos"], help="default: all")
     parser.add_argument("--folder", type=Path, default=Path("runs/tinker"), help="model and data, made once, and logs")
-    parser.add_argument(
-        "--warm-start-steps", type=int, default=1500, help="of the model, which knows sums from about 1000 on"
-    )
+    parser.add_argument("--warm-start-steps", type=int, default=WARM_START, help=f"of the model (default {WARM_START})")
     parser.add_argument("--runs", type=int, default=1, help="of each recipe; adapters begin with another seed each")
     parser.add_argument("--steps", type=int, help=f"of each recipe (default {STEPS})")
     parser.add_argument("--kills", type=int, default=30, help="of chaos in this call; more calls add to them (default 30)")
@@ -352,7 +409,7 @@ def main() -> None:
     chosen = arguments.parts or [*parts, "chaos"]
     signal.signal(signal.SIGTERM, _leave)
     for other in (None, smollm2):
-        names = [name for name in chosen if name != "chaos" and RECIPES.get(name, {}).get("model") is other]
+        names = [name for name in chosen if name != "chaos" and OTHER_MODELS.get(name) is other]
         if names:
             with serving(server_command(folder, other() if other else None)) as served:
                 for name in names:

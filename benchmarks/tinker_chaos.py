@@ -260,7 +260,7 @@ def _wait_for_progress(clients: Sequence[Client], rounds: int, broken: Sequence[
 
 def _process(served: Served, kind: str) -> psutil.Process:
     """One of those that live now; it may take a while until there is one."""
-    marks = {"server": "spawn_main", "rank": "TrainWorker", "engine": "RolloutEngine"}
+    marks = {"server": " serve ", "rank": "TrainWorker", "engine": "RolloutEngine"}
     until = time.monotonic() + 120.0
     while time.monotonic() < until:
         for each in psutil.Process(served.process.pid).children(recursive=kind != "server"):

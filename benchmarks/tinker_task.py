@@ -7,6 +7,7 @@ here is of Qwen, No Robots or GSM8K but the names and the forms.
 
 from __future__ import annotations
 
+import argparse
 import json
 import random
 from collections.abc import Mapping, Sequence
@@ -20,6 +21,8 @@ from benchmarks.environment_tasks import qwen3_config
 
 NAME = "Qwen/Qwen3-8B"
 """The recipes know the form of its chats by this name."""
+WARM_START = 1500
+"""Steps; the model knows sums from about 1000 on."""
 SHARE_WRONG = 0.7
 SHARES = {"sums": 6, "boxed": 3, "guesses": 1}
 """Conversations of the warm start, by their forms."""
@@ -196,3 +199,15 @@ def _labelled(tokenizer: PreTrainedTokenizerFast, messages: Sequence[Message]) -
         written = said if own else [-100] * len(said)
         labels += [*[-100] * len(head), *written, *[-100] * len(end)]
     return ids, labels
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Writes the model and the data sets into a folder.")
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--steps", type=int, default=WARM_START, help=f"of the warm start (default {WARM_START})")
+    arguments = parser.parse_args()
+    write_names(arguments.folder, 0, arguments.steps)
+
+
+if __name__ == "__main__":
+    main()

@@ -68,7 +68,8 @@ def main(arguments: Sequence[str]) -> None:
     if not MODEL.is_dir():
         type_command("import", "--gguf", str(GGUF), "--out", str(MODEL))
     options = {**OPTIONS, "--steps": str(given.steps), "--dtype": given.dtype, "--run-dir": str(given.run_dir)}
-    typed = ("grpo", *(word for pair in options.items() if pair[0] not in more for word in pair), *more)
+    replaced = {word.partition("=")[0] for word in more}
+    typed = ("grpo", *(word for pair in options.items() if pair[0] not in replaced for word in pair), *more)
     type_command("check", *typed)
     type_command(*typed)
     show_answers(given.run_dir)

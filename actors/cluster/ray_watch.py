@@ -8,9 +8,10 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
+from pathlib import Path
 from types import FrameType
 
 import ray
@@ -201,9 +202,24 @@ def memory_death(error: BaseException) -> str:
         return ""
     used = re.search(r"(\d+(?:\.\d+)?)\s?GB / (\d+(?:\.\d+)?)\s?GB", str(error))
     of = f", {used[1]} of {used[2]} GB in use" if used else ""
-    users = [(float(size), command) for size, command in _USER.findall(str(error)) if float(size) >= _LEAST]
-    held = "; ".join(f"{_kind(command)} {size:g} GB" for size, command in sorted(users, reverse=True)[:_SHOWN])
+    held = _largest((float(size), command) for size, command in _USER.findall(str(error)))
     return f"its machine ran out of memory{of}{f' ({held})' if held else ''}, and Ray killed it; {WHAT_TO_SET}"
+
+
+def memory_held() -> str:
+    """Who holds how much of this machine's memory now."""
+    users = []
+    for folder in filter(str.isdigit, os.listdir("/proc")):
+        with suppress(OSError):  # it has ended meanwhile, or is hidden
+            pages = int(Path(f"/proc/{folder}/statm").read_text().split()[1])
+            command = Path(f"/proc/{folder}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+            users.append((round(pages * os.sysconf("SC_PAGE_SIZE") / 1e9, 2), command.strip() or "kernel"))
+    return _largest(users)
+
+
+def _largest(users: Iterable[tuple[float, str]]) -> str:
+    shown = sorted((user for user in users if user[0] >= _LEAST), reverse=True)[:_SHOWN]
+    return "; ".join(f"{_kind(command)} {size:g} GB" for size, command in shown)
 
 
 def _kind(command: str) -> str:

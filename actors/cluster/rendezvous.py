@@ -26,8 +26,6 @@ from rl_backend.parallel.groups import LOOPBACK, host_store, prefer_loopback
 
 # Ports that with_free_port() tries.
 ATTEMPTS = 5
-# How long one side of a GlooGroup waits for the other.
-GLOO_TIMEOUT = timedelta(seconds=120)
 
 
 def with_free_port[T](host: str, attempt: Callable[[int], T], *, attempts: int = ATTEMPTS) -> T:
@@ -155,8 +153,15 @@ class RendezvousRoute:
 
 @dataclass(frozen=True)
 class GlooAddress:
+    """``timeout``: seconds that one side waits for the other."""
+
     rendezvous: Rendezvous
     size: int
+    timeout: float
+
+    @property
+    def limit(self) -> timedelta:
+        return timedelta(seconds=self.timeout)
 
 
 class GlooGroup:
@@ -164,10 +169,10 @@ class GlooGroup:
 
     def __init__(self, address: GlooAddress, rank: int) -> None:
         self._path = RendezvousRoute(address.rendezvous)
-        store = TCPStore(LOOPBACK, self._path.port, address.size, is_master=False, timeout=GLOO_TIMEOUT)
+        store = TCPStore(LOOPBACK, self._path.port, address.size, is_master=False, timeout=address.limit)
         # Apart from torch's default group, so that a trainer's own groups are left alone.
         prefixed = PrefixStore("rl_backend_weights", store)
-        self._group: Any = ProcessGroupGloo(prefixed, rank, address.size, _gloo_options(address.rendezvous))
+        self._group: Any = ProcessGroupGloo(prefixed, rank, address.size, _gloo_options(address))
 
     def broadcast(self, tensor: Tensor) -> None:
         if tensor.numel():
@@ -181,7 +186,8 @@ class GlooGroup:
         self._path.close()
 
 
-def _gloo_options(rendezvous: Rendezvous) -> Any:
+def _gloo_options(address: GlooAddress) -> Any:
+    rendezvous = address.rendezvous
     interface = os.environ.get("GLOO_SOCKET_IFNAME")
     # Ranks of one machine have named the loopback interface for themselves; engines elsewhere cannot reach it.
     if interface and (rendezvous.on_one_machine or interface != "lo"):
@@ -190,5 +196,5 @@ def _gloo_options(rendezvous: Rendezvous) -> Any:
         place = {"hostname": LOOPBACK if rendezvous.on_one_machine else node_address()}
     options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     options._devices = [ProcessGroupGloo.create_device(**place)]
-    options._timeout = GLOO_TIMEOUT
+    options._timeout = address.limit
     return options

@@ -36,6 +36,7 @@ DRIVER = "RL_BACKEND_DRIVER"
 EXIT_TERMINATED = 128 + signal.SIGTERM
 # Who sends a signal to a process and to its group sends it twice; that must not cut the clean-up short.
 _REPEATED_SECONDS = 10.0
+_PRESTART = "RAY_prestart_worker_first_driver"
 _PAUSES = (2.0, 8.0)
 """Before Ray is started here a second and a third time, in seconds."""
 
@@ -130,6 +131,8 @@ def init_local_ray(**options: Any) -> None:
     """
     # Ray's own is 15: beside other programs a run gets what they leave.
     os.environ.setdefault(ray_constants.RAY_WORKER_NICENESS, "0")
+    # As many workers as there are CPUs: ranks and engines have environments of their own and take none of them.
+    os.environ.setdefault(_PRESTART, "0")
     # For the watcher of a run. What this process starts otherwise, such as a program of the user's, does not have it.
     before, os.environ[DRIVER] = os.environ.get(DRIVER), driver_mark()
     try:

@@ -102,20 +102,21 @@ class EpisodeInputs:
     notes: tuple[str, ...] = ()
 
 
-def load_episode_inputs(config: EpisodeConfig, taken: int = 0) -> EpisodeInputs:
-    """As :func:`load_inputs`."""
+def load_episode_inputs(config: EpisodeConfig, taken: int = 0, *, trains: bool = True) -> EpisodeInputs:
+    """As :func:`load_inputs`. For a run that does not train there may be fewer rows than a step takes."""
     tokenizer = _load_tokenizer(config)
     of_answers = template_end(tokenizer, config.data)
     ends = (*stop_token_ids(config.model, tokenizer), *(() if of_answers is None else (of_answers,)))
     rows = open_dataset(config.dataset)
-    _require_rows(config, len(rows), "rows")
+    if trains:
+        _require_rows(config, len(rows), "rows")
     held_out = [
         HeldOutSet.of(each, set_name, open_dataset(each.path, held_out=True), config.eval_sampling[set_name])
         for set_name, each in config.eval_sets.items()
     ]
     score = None if config.score is None else load_score(config.score)
     player, notes = load_episode_player(config, tokenizer, rows[0], ends)
-    batches = endless_batches(rows, config.prompts_per_step, config.seed, start=taken)
+    batches = endless_batches(rows, config.prompts_per_step if trains else 1, config.seed, start=taken)
     return EpisodeInputs(tokenizer, player, score, rows, held_out, batches, ends, notes)
 
 

@@ -25,7 +25,7 @@ from actors.watch.metrics import Curves, WriterFacts
 from actors.watch.trace import TraceCollector, TraceSource
 from rl_backend.checkpoint.durable_commit import replace_text
 from rl_backend.contracts import BaseConfig, ClusterLostError, ConfigError, RunFolderError
-from rl_backend.lab.report.page import write_report
+from rl_backend.lab.report.page import FILE_NAME, write_report
 from rl_backend.lab.text import json_text
 
 
@@ -115,6 +115,10 @@ class RunFolder:
             resumed = [*earlier.get("resumed", []), {"after_step": start.step, "at": _now(), **damaged}]
             self._facts = {"started": earlier.get("started"), "resumed": resumed}
         options = config.model_dump_json(indent=2) + "\n"
+        if not (self.path / "run.json").exists():
+            # What a run writes is there after its run.json: these are a user's, such as the file of --config.
+            for name in ("config.json", FILE_NAME):
+                set_aside(self.path / name)
         if not start.same_folder:
             # First: it says where the run began.
             replace_text(self.path / "config.json", options)

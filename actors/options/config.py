@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_serializer, model_valid
 from actors.cluster.placement import ClusterShare
 from actors.options.eval_sets import EvalDatasets, EvalSet, sets_by_name
 from actors.options.policy_options import LoRAOptions
-from actors.rollout.config import RolloutConfig
+from actors.rollout.config import MOST_SEEDS, RolloutConfig
 from actors.train.layout import check_fewest
 from actors.train.pulse import BOUNDS, Recover
 from rl_backend.contracts import (
@@ -54,11 +54,15 @@ def resolve_dtype(dtype: ChosenDtype) -> Literal["float32", "bfloat16"]:
 
 
 def _section_types(values: Mapping[str, Any]) -> dict[str, type[BaseConfig]]:
-    train = values.get("train", {})
-    plugins = train.get("plugins", ())
+    # Nothing is checked yet: what has another type is refused when the configuration is made.
+    given = values.get("train")
+    train: Mapping[str, Any] = given if isinstance(given, Mapping) else {}
+    plugins = train.get("plugins")
     # One of them may register the runtime whose options these are.
-    import_plugins(re.findall(r"[\w.]+", plugins) if isinstance(plugins, str) else plugins)
-    return {BACKEND: BACKEND_CONFIGS.get(train.get("backend", "native"))}
+    import_plugins(
+        re.findall(r"[\w.]+", plugins) if isinstance(plugins, str) else plugins if isinstance(plugins, list | tuple) else ()
+    )
+    return {BACKEND: BACKEND_CONFIGS.get(str(train.get("backend", "native")))}
 
 
 RANKS = OptionSet(
@@ -111,7 +115,7 @@ def import_writer(name: str) -> Any:
     module, _, attribute = name.partition(":")
     try:
         return getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError, ValueError) as error:
+    except Exception as error:  # noqa: BLE001, a module of the user's may raise anything
         problem = f"cannot be imported ({error}); give package.module:Class, or one of {', '.join(BUILT_IN)}"
         raise ConfigError.of("metrics_to", name, problem) from None
 
@@ -308,8 +312,8 @@ class TrainingOptions(BaseModel):
         check_ranks(name, self.train, self.ranks, self.dtype)
         check_fewest(name, self.parallel, self.ranks, self.min_ranks)
         wrong: list[tuple[str, Any, str]] = []
-        if self.seed < 0:
-            wrong.append((f"{name}.seed", self.seed, "must be at least 0"))
+        if not 0 <= self.seed < MOST_SEEDS:
+            wrong.append((f"{name}.seed", self.seed, f"must be from 0 to {MOST_SEEDS - 1}"))
         if not optimizer.lr:
             wrong.append((f"{name}.lr", optimizer.lr, "must be above 0, or nothing is learned"))
         # Unless the data decide the steps, which nobody has read yet.

@@ -47,6 +47,8 @@ OWN_ARGUMENTS = {
 """Arguments of vLLM that are not given as such -> the field that decides each; None where engines do."""
 # vLLM's own bound.
 MAX_ADAPTER_RANK = 512
+# vLLM seeds numpy, which takes 32 bits.
+MOST_SEEDS = 1 << 32
 _WITHOUT_ROUTES = {
     "pipeline_parallel_size": "the stages of a pipeline see their own layers alone",
     "decode_context_parallel_size": "its ranks see some of the tokens alone",
@@ -112,6 +114,8 @@ class RolloutConfig(BaseConfig):
             call raises. Meanwhile the others sample, also what it had not answered. A new engine has the weights and
             adapters that the others serve, or waits for the next push. 0 starts none: calls raise the error of a lost
             engine, and ``RolloutGroup.restart`` replaces it.
+        call_timeout: seconds that an engine may take for a call that samples nothing, such as loading the weights of a push,
+            before it counts as dead; in a push by gloo, also seconds that it and a training rank wait for each other.
         sampling_timeout: seconds in which an engine that serves ends one of its requests. One that does not counts as dead
             and is ended.
         engine_args: further keyword arguments of ``vllm.EngineArgs``; unknown ones are refused before an engine starts.
@@ -141,10 +145,11 @@ class RolloutConfig(BaseConfig):
     sleep_mode: Annotated[bool, MAY_CHANGE] = False
     require_push: bool = False
     turns_at_push: Literal["finish", "pause"] = "finish"
-    seed: int = Field(default=0, ge=0)
+    seed: int = Field(default=0, ge=0, lt=MOST_SEEDS)
     start_timeout: Annotated[float, MAY_CHANGE] = Field(default=600.0, gt=0)
     heartbeat_timeout: Annotated[float, MAY_CHANGE] = Field(default=60.0, ge=10)
     max_restarts: Annotated[int, MAY_CHANGE] = Field(default=3, ge=0)
+    call_timeout: Annotated[float, MAY_CHANGE] = Field(default=600.0, gt=0)
     sampling_timeout: Annotated[float, MAY_CHANGE] = Field(default=3600.0, gt=0)
     engine_args: dict[str, Any] = Field(default_factory=dict)
 

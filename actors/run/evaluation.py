@@ -227,7 +227,7 @@ def show_episode(config: EpisodeConfig, row: int = 0, rollout: RolloutGroup | No
     config = with_local_model(config)
     phases = Phases()
     with phases.phase("data", f"reading {config.dataset}, and {config.task}"):
-        inputs = load_episode_inputs(config)
+        inputs = load_episode_inputs(config, trains=False)
     if not 0 <= row < len(inputs.rows):
         raise ConfigError.of("row", row, f"{config.dataset} has {len(inputs.rows)} rows, counted from 0")
     with ExitStack() as stack:

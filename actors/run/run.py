@@ -4,7 +4,6 @@ import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn, Self
 
@@ -107,6 +106,8 @@ class Run[C: RunConfig]:
         self._clock = Clock()
         self._lines = StepLines(config.steps, self._began, label)
         self._trained: tuple[GroupModel, ...] = ()
+        # What became of training ranks, for the line of the step.
+        self._heard: list[str] = []
         self._sampling: Sampling[Any] | None = None
         saved = self.start.progress.state
         self._health = HealthWarnings(saved.get(_HEALTH), config.health)
@@ -131,7 +132,7 @@ class Run[C: RunConfig]:
                     self.folder.record(sources)
             for group in self.session.groups:
                 require_paths(group, config.model, self.folder.path)
-                group.say_recoveries(partial(warn, label=self.label))
+                group.say_recoveries(self._hear)
             path, borrowed = self.folder.path, self._borrowed is not None
             # Folders of several runs on the session may end alike; whole paths would be too long for names.
             owner = f"{path.name}-{xxhash.xxh32_hexdigest(bytes(path))}"
@@ -214,7 +215,7 @@ class Run[C: RunConfig]:
 
         The run adds ``tokens_per_second/<phase>`` and ``peak_memory_gib``, of the rank that has held most so far, to
         ``metrics``, ``recovery/...`` where training ranks were replaced in the step, and ``reshape/...`` where a group got
-        another layout.
+        another layout; why stands among the step's ``warnings``.
         """
         step, clock, sampling = self._step, self._clock, self._sampling
         self.last_metrics = dict(metrics)
@@ -226,7 +227,8 @@ class Run[C: RunConfig]:
         if sampling is not None:
             measured |= sampling.end_step(step, measured.get("log_prob_gap", 0.0), clock) | self._engines.take()
             also["weight_version"] = sampling.version
-        self.folder.log(step, measured | clock.seconds | also | self._parts.take_recoveries(), warnings)
+        heard, self._heard = self._heard, []
+        self.folder.log(step, measured | clock.seconds | also | self._parts.take_recoveries(), [*warnings, *heard])
         if sampling is not None:
             sampling.log_samples(step)
         self._lines.end(step, measured, clock.seconds)
@@ -255,7 +257,12 @@ class Run[C: RunConfig]:
 
     def _say_reshaped(self, reshaped: Reshaped | None) -> None:
         if reshaped is not None:
+            self._heard.append(reshaped.describe())
             say(f"{self.label}{reshaped.describe()}")
+
+    def _hear(self, problem: str) -> None:
+        self._heard.append(problem)
+        warn(problem, self.label)
 
     def save_model(self, model: GroupModel, name: str = "model") -> Path:
         """Writes a model as a Hugging Face directory of the run's folder.

@@ -21,6 +21,7 @@ from actors.serve.scores import Scores, width_in
 from actors.serve.server import EXTERNAL, BusyError, ServedModel, Server, UnknownError, shown_checkpoint
 from actors.serve.store import CHECKPOINTS, RUNS, SAMPLERS
 from actors.serve.training import ADAPTER
+from actors.serve.wire import read_whole
 from rl_backend.contracts import BatchError, RLBackendError, UnsupportedError
 from rl_backend.data.chat_template import chat_template, decode, encode_messages, template_variables
 from rl_backend.environment.protocol import Generation
@@ -163,12 +164,12 @@ async def _complete(server: Server, owner: str, asked: Mapping[str, Any], *, cha
     params: dict[str, Any] = {
         "temperature": 1.0 if asked.get("temperature") is None else asked["temperature"],
         "top_p": 1.0 if asked.get("top_p") is None else asked["top_p"],
-        "max_tokens": _whole(asked, most, 1, 1 << 31) if most else None if chat else 16,
+        "max_tokens": read_whole(asked, most, 1, 1 << 31) if most else None if chat else 16,
         "stop": [*model.sampling.end_tokens, *ends],
     }
     # Engines would end all that they run at a seed that has more bits.
-    seed = None if asked.get("seed") is None else _whole(asked, "seed", -(1 << 62), 1 << 62)
-    count = 1 if asked.get("n") is None else _whole(asked, "n", 1, server.limits.open_samples)
+    seed = None if asked.get("seed") is None else read_whole(asked, "seed", -(1 << 62), 1 << 62)
+    count = 1 if asked.get("n") is None else read_whole(asked, "n", 1, server.limits.open_samples)
     server.require_places(count)
     answer = _Answer(server, model, str(asked["model"]), ends, has_tools=bool(tools), chat=chat)
     # A number in completions, which may be 0; a flag in chats.
@@ -192,13 +193,6 @@ async def _complete(server: Server, owner: str, asked: Mapping[str, Any], *, cha
         if width or (echo and wants_log_probs):
             scores = await model.sampling.scores_of(prompt, found, width, params, model.scorer(folder, lora))
         return await asyncio.to_thread(answer.whole, prompt, found, scores, log_probs=wants_log_probs, echo=echo)
-
-
-def _whole(asked: Mapping[str, Any], name: str, least: int, most: int) -> int:
-    value = asked[name]
-    if not isinstance(value, int) or not least <= value <= most:
-        raise BatchError(f"{name}={value!r}: expected a whole number from {least} to {most}")
-    return value
 
 
 async def _prompt(model: Path, asked: Mapping[str, Any], tools: Sequence[Any], *, chat: bool) -> list[int]:

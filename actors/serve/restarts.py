@@ -33,12 +33,13 @@ def keep_serving(serve: Serve, listener: socket.socket, options: argparse.Namesp
     served for the first time is not started again, one that fails later is tried three times in a row.
 
     Args:
-        serve: what a process runs; picklable, as the options are.
+        serve: what a process runs.
     """
-    spawn, failed, served = multiprocessing.get_context("spawn"), 0, False
+    # A copy of this process, which does nothing but wait, has what is imported here.
+    fork, failed, served = multiprocessing.get_context("fork"), 0, False
     while True:
-        up = spawn.Event()
-        process = spawn.Process(target=_serve, args=(serve, listener, options, up), name="server")
+        up = fork.Event()
+        process = fork.Process(target=_serve, args=(serve, listener, options, up), name="server")
         status = _status(process)
         if up.is_set():
             served, failed = True, 0
@@ -76,6 +77,9 @@ def _serve(serve: Serve, listener: socket.socket, options: argparse.Namespace, u
     except RLBackendError as error:
         sys.stderr.write(f"error: {error}\n")
         raise SystemExit(1 if isinstance(error, ServerLostError) else 2) from None
+    except KeyboardInterrupt:
+        # A signal, of which the process that keeps this one says what there is to say.
+        raise SystemExit(128 + signal.SIGTERM) from None
 
 
 def _end_with_parent() -> None:

@@ -19,7 +19,7 @@ from actors.rollout.group.group import RolloutGroup
 from actors.rollout.messages import prompt_problem, sample_seed
 from actors.rollout.tokens import RolloutTokens
 from actors.serve.scores import EMPTY, Scores, Scoring, width_in
-from actors.serve.wire import Cells, Sampled, Top, write_samples
+from actors.serve.wire import Cells, Sampled, Top, read_number, read_whole, write_samples
 from actors.sync.adapter_push import push_directory
 from rl_backend.checkpoint.hf_reader import read_hf_config
 from rl_backend.contracts import BatchError, EngineDeadError, EngineDirtyError, RLBackendError, UnsupportedError
@@ -31,6 +31,8 @@ type Score = Callable[[Scoring], Awaitable[Scores]]
 STREAMED_TOKENS = 8
 # Of one request; engines look for each after every token.
 _MOST_STOPS = 256
+_UNCHANGED = {"temperature": 1.0, "top_p": 1.0, "top_k": -1}
+_MOST_SEED, _MOST_TOKENS = 1 << 127, 1 << 63
 
 
 class Sampling:
@@ -126,10 +128,11 @@ class Sampling:
         count = int(asked.get("num_samples", 1))
         if count < 1:
             raise BatchError(f"num_samples={count}: expected at least 1")
-        seed, most = params.get("seed"), params.get("max_tokens")
+        seed = None if params.get("seed") is None else read_whole(params, "seed", -_MOST_SEED, _MOST_SEED)
+        most = None if params.get("max_tokens") is None else read_whole(params, "max_tokens", 1, _MOST_TOKENS)
         scored = count * (len(prompt) + max(1, self._room(prompt, most)))
         width = width_in(asked, "topk_sample_logprobs", scored, self.vocab_size)
-        seeds = [secrets.randbits(62) if seed is None else sample_seed(int(seed), 0, 0, index) for index in range(count)]
+        seeds = [secrets.randbits(62) if seed is None else sample_seed(seed, 0, 0, index) for index in range(count)]
         async with self._adapter(folder) as adapter:
             work = [self._generate(prompt, sampling, adapter, each, most) for each in seeds]
             scoring = [] if wanted is None else [score(wanted)]
@@ -213,13 +216,16 @@ class Sampling:
     def _sampling(self, params: Mapping[str, Any]) -> SamplingConfig:
         stop = params.get("stop")
         stops: list[str | int] | None = [stop] if isinstance(stop, str | int) else stop
+        if not isinstance(stops, list | None) or not all(isinstance(each, str | int) for each in stops or ()):
+            raise BatchError(f"stop={stops!r}: expected a text, an id, or a list of them")
         if stops and len(stops) > _MOST_STOPS:
             raise BatchError(f"stop: {len(stops)} of them; expected at most {_MOST_STOPS}")
-        top_k = int(params.get("top_k", -1))
+        asked = _UNCHANGED | {name: each for name, each in params.items() if each is not None}
         given: dict[str, Any] = {
-            "temperature": float(params.get("temperature", 1.0)),
-            "top_p": float(params.get("top_p", 1.0)),
-            "top_k": max(top_k, 0),
+            "temperature": read_number(asked, "temperature"),
+            "top_p": read_number(asked, "top_p"),
+            # The SDK's -1 is no bound, as 0 is.
+            "top_k": max(read_whole(asked, "top_k", -1, _MOST_TOKENS), 0),
         }
         if given["temperature"] == 0:
             given = {"temperature": 0.0}
@@ -232,7 +238,7 @@ class Sampling:
 
     def _room(self, prompt: Sequence[int], most: int | None) -> int:
         room = self.longest - len(prompt)
-        return room if most is None else min(int(most), room)
+        return room if most is None else min(most, room)
 
     async def _generate(
         self, prompt: Sequence[int], sampling: SamplingConfig, adapter: str | None, seed: int, most: int | None
@@ -261,12 +267,14 @@ def _shown(asked: Mapping[str, Any], wanted: Scoring, scores: Scores) -> tuple[n
 
 
 def prompt_of(asked: Mapping[str, Any]) -> list[int]:
-    """Raises :class:`UnsupportedError` for a prompt that is not text."""
+    """Raises :class:`UnsupportedError` for a prompt that is not text, :class:`BatchError` for ids that are no numbers."""
     tokens: list[int] = []
     for chunk in (asked.get("prompt") or {}).get("chunks") or ():
         if chunk.get("type", "encoded_text") != "encoded_text":
             raise UnsupportedError(f"a prompt with a chunk of type {chunk['type']!r} is not served here; only text is")
-        tokens += map(int, chunk["tokens"])
+        if not all(type(each) is int for each in chunk["tokens"]):
+            raise BatchError("the prompt has a token that is no whole number")
+        tokens += chunk["tokens"]
     return tokens
 
 

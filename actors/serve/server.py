@@ -423,7 +423,7 @@ class Server:
         """Saves a checkpoint of a name."""
 
         def work(run: Run) -> Mapping[str, Any]:
-            name = str(asked["path"])
+            name = text_in(asked, "path")
             if not _NAME.fullmatch(name):
                 expected = "a name has up to 200 letters, digits, '_', '-' and '.'"
                 raise ConfigError(f"path={name[:200]!r}: {expected}")

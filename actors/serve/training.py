@@ -310,8 +310,10 @@ class Training:
         return lora
 
     def config_of(self, asked: Mapping[str, Any]) -> LoRAConfig:
-        rank = int(asked.get("rank", 32))
-        if not 1 <= rank <= self._max_rank:
+        rank, seed = (default if asked.get(name) is None else asked[name] for name, default in (("rank", 32), ("seed", 0)))
+        if type(seed) is not int:
+            raise ConfigError.of("lora_config.seed", seed, "expected a whole number")
+        if type(rank) is not int or not 1 <= rank <= self._max_rank:
             raise ConfigError.of("lora_config.rank", rank, f"this server takes 1 to {self._max_rank} (--max-rank)")
         targets = [
             *(["attention"] if asked.get("train_attn", True) else []),
@@ -322,9 +324,7 @@ class Training:
             raise ConfigError("lora_config: train_attn, train_mlp and train_unembed are all false; nothing would be trained")
         # As the hosted service trains mixtures.
         shares = "experts" in targets
-        return LoRAConfig(
-            rank=rank, alpha=ALPHA, targets=tuple(targets), experts_share_factor=shares, seed=int(asked.get("seed") or 0)
-        )
+        return LoRAConfig(rank=rank, alpha=ALPHA, targets=tuple(targets), experts_share_factor=shares, seed=seed)
 
     def save(self, run: Run, folder: Path, *, state: bool) -> None:
         """Writes the adapter, with ``state`` what training continues from as well. ``folder`` is complete or not there."""

@@ -334,6 +334,22 @@ def _write_cells(message: Any, cells: Cells) -> None:
     message.sparse_csr.col_indices = columns.astype("<i8").tobytes()
 
 
+def read_whole(asked: Mapping[str, Any], name: str, least: int, most: int) -> int:
+    """Raises :class:`BatchError` for what is no whole number, or out of bounds."""
+    value = asked[name]
+    if type(value) is not int or not least <= value <= most:
+        raise BatchError(f"{name}={value!r}: expected a whole number from {least} to {most}")
+    return value
+
+
+def read_number(asked: Mapping[str, Any], name: str) -> float:
+    """Raises :class:`BatchError` for what is no number."""
+    value = asked[name]
+    if type(value) not in (int, float):
+        raise BatchError(f"{name}={value!r}: expected a number")
+    return float(value)
+
+
 def read_cells(where: str, asked: Any, absent: int) -> Cells:
     """Reads whole numbers that a request has in JSON; ``absent`` stands in cells that a sparse array does not list.
 

@@ -34,6 +34,7 @@ from rl_backend.contracts import (
     EngineDirtyError,
     RanksReplacedError,
     RLBackendError,
+    TensorTile,
     UnsupportedError,
     WeightCheckError,
     WeightManifest,
@@ -41,6 +42,7 @@ from rl_backend.contracts import (
 )
 from rl_backend.contracts.errors import listed
 from rl_backend.trace.recorder import span
+from rl_backend.weights.tiles import Reads, plan_tiles
 
 _CANARY = Canary()
 
@@ -117,6 +119,7 @@ class WeightSync:
         self._served = UNVERSIONED
         self._staged: Staged | None = None
         self._digests: tuple[int, SourceRanks, dict[str, str]] | None = None
+        self._reads: tuple[Reads, ...] | None = None
         self._adapter: AdapterPush | None = None
         is_tenant = isinstance(handle, HandleRef) and handle.lora_id >= 0
         self._merged = handle.name if merged and is_tenant else ""
@@ -236,8 +239,9 @@ class WeightSync:
             engines = self._push_streaming(transport, plan, rollout, clock)
         else:
             engines = self._push_staged(transport, plan, rollout, clock)
-        seconds, sent, changed = clock.seconds(), clock.sent, clock.changed
-        return PushReport(plan.version, plan.nbytes, seconds, transport.name, engines, skipped, sent, changed)
+        seconds, sent = clock.seconds(), clock.sent
+        report = PushReport(plan.version, plan.nbytes, seconds, transport.name, engines, skipped, sent)
+        return replace(report, received=clock.received, changed=clock.changed)
 
     def close(self) -> None:
         """Frees staging buffers and connections; the engines keep their weights, and a later push makes new ones."""
@@ -320,11 +324,22 @@ class WeightSync:
 
     def _stage(self, transport: StagedTransport, plan: PushPlan, rollout: EngineSet, clock: PushClock) -> Staged:
         with clock.phase("stage"):
-            staged = transport.stage(plan, self._ranks, rollout)
-        clock.sent, clock.changed = staged.sent, staged.changed
+            staged = transport.stage(replace(plan, tiles=self._tiles(plan, rollout)), self._ranks, rollout)
+        clock.sent, clock.received, clock.changed = staged.sent, staged.received, staged.changed
         manifest = staged.manifest.replace(kept=plan.kept)
         self._require_same_again(manifest)
         return replace(staged, manifest=manifest)
+
+    def _tiles(self, plan: PushPlan, rollout: EngineSet) -> tuple[TensorTile, ...]:
+        """What workers of engines read of the weights; nothing where each engine has only one, which reads all."""
+        if rollout.config.tensor_parallel == 1 or not rollout.engines:
+            return ()
+        if self._reads is None:
+            # Engines are alike; each of them compares the plan with what its own workers read.
+            asked = rollout.call("weight_reads")
+            raise_failures(asked)
+            self._reads = next(iter(asked.values()))
+        return plan_tiles(plan.infos, self._reads)
 
     def _verify(self, staged: Staged, rollout: EngineSet, clock: PushClock) -> None:
         with clock.phase("verify"):

@@ -28,6 +28,9 @@ class PushReport:
         skipped: engines that were dead or dirty before the push began.
         sent: bytes that each rank sent to each engine, or through shared memory wrote for all of them; empty between
             GPUs and of a LoRA tenant.
+        received: bytes of the weights that each worker of an engine was sent, the same of all engines; one number where
+            engines take whole tensors. Empty where ``sent`` is.
+        changed: elements that were sent as changed; None where all were sent.
     """
 
     version: int
@@ -37,6 +40,7 @@ class PushReport:
     engines: tuple[int, ...]
     skipped: tuple[int, ...]
     sent: tuple[int, ...] = ()
+    received: tuple[int, ...] = ()
     changed: int | None = None
 
     def export(self) -> None:
@@ -49,13 +53,14 @@ class PushReport:
 
 
 class PushClock:
-    """Seconds of a push by phase, which a trace shows as well, with the version once it is known; and bytes by rank,
-    and changed elements.
+    """Seconds of a push by phase, which a trace shows as well, with the version once it is known; and bytes by rank
+    and by worker, and changed elements.
     """
 
     def __init__(self) -> None:
         self.version: int | None = None
         self.sent: tuple[int, ...] = ()
+        self.received: tuple[int, ...] = ()
         self.changed: int | None = None
         self._started = time.perf_counter()
         self._seconds: dict[str, float] = {}

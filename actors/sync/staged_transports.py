@@ -2,7 +2,11 @@
 
 **Senders**. Where ranks hold rectangles of the weights (``Runtime.shard_infos``), each sends those that the plan gives it;
 nothing is gathered. The plan is proved to be every tensor once. Else all ranks gather whole tensors, which the source rank
-sends: of the bridge, of a tenant that is merged, and on a single rank.
+sends: of a tenant that is merged, and on a single rank.
+
+**Receivers**. Where engines have several workers, what travels is cut into tiles (:mod:`rl_backend.weights.tiles`): the
+rectangles that each worker's loaders read. Each has its own place in an engine's staging buffer, workers get their own
+alone, and what several of them read is sent once to each engine.
 
 **Shared memory**, for trainer and engines on one host. Each byte is copied once into a mapping under /dev/shm; engines map
 the same bytes, verify them and hand views of them to vLLM's loaders. Segment and mappings stay for the next push, which may
@@ -22,10 +26,11 @@ from __future__ import annotations
 import uuid
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass, field, replace
+from datetime import timedelta
 from itertools import chain
 from typing import Any, Literal, NamedTuple
 
@@ -34,7 +39,6 @@ import torch
 from torch import Tensor
 
 from actors.cluster.rendezvous import (
-    GLOO_TIMEOUT,
     GlooAddress,
     GlooGroup,
     RendezvousPoint,
@@ -49,13 +53,16 @@ from rl_backend.contracts import (
     RLBackendError,
     TensorInfo,
     TensorPart,
+    TensorTile,
     WeightManifest,
+    WeightShard,
     WeightSyncError,
     dtype_from_name,
 )
 from rl_backend.weights.changes import make_patch
 from rl_backend.weights.inspection import block_threads, tensor_digest
 from rl_backend.weights.staging import as_announced, plan_layout, require_covered, write_tensors
+from rl_backend.weights.tiles import TileMap
 
 type SendMode = Literal["all", "keep", "patch"]
 """What a rank sends over gloo: all; all, of which it keeps copies; or patches of its copies."""
@@ -80,7 +87,8 @@ class PushPlan:
         infos: the tensors, in order, without offsets or digests.
         device_ids: UUIDs of the ranks' CUDA devices; empty when any rank is on a CPU.
         kept: as :class:`~rl_backend.contracts.WeightManifest` has them.
-        parts: the rectangles that ranks send, without offsets or digests; empty where the source rank sends all.
+        parts: the rectangles that ranks hold and send, without offsets or digests; empty where the source rank sends all.
+        tiles: what engines of several workers are sent, without offsets or digests; empty where they take whole tensors.
         on_one_host: whether all ranks are on ``host``.
     """
 
@@ -95,6 +103,7 @@ class PushPlan:
     device_ids: tuple[str, ...] = ()
     kept: tuple[str, ...] = ()
     parts: tuple[TensorPart, ...] = ()
+    tiles: tuple[TensorTile, ...] = ()
     on_one_host: bool = True
 
     @property
@@ -110,12 +119,48 @@ class PushPlan:
         """Ranks."""
         return sorted({part.rank for part in self.parts}) or [SOURCE_RANK]
 
+    @property
+    def kind(self) -> Literal["parts", "tiles", "tensors"]:
+        """What of a manifest is sent, and has digests."""
+        return "parts" if self.parts else "tiles" if self.tiles else "tensors"
+
+    @property
+    def staged_bytes(self) -> int:
+        """Of a staging buffer."""
+        return plan_layout(self.tiles or self.infos)[1]
+
+    @property
+    def received(self) -> tuple[int, ...]:
+        """Bytes that each worker of an engine is sent; all engines are alike."""
+        workers = range(max((worker for tile in self.tiles for worker in tile.workers), default=0) + 1)
+        if not self.tiles:
+            return (self.nbytes,)
+        return tuple(sum(tile.nbytes for tile in self.tiles if worker in tile.workers) for worker in workers)
+
     def staged(self, rank: int | None = None) -> WeightManifest:
         """What is sent, of all rectangles or of those of one rank, with places in a staging buffer."""
+        parts = [part for part in self.parts if rank in (None, part.rank)]
+        if self.tiles:
+            tiles = plan_layout(self.tiles)[0]
+            cut = tuple(TileMap(tiles).cut_parts(parts))
+            return WeightManifest(version=self.version, tensors=self.infos, tiles=tiles, parts=cut)
         layout, _ = plan_layout(self.infos)
         offsets = {info.name: info.offset for info in layout}
-        parts = (part.replace(offset=offsets[part.name]) for part in self.parts if rank in (None, part.rank))
-        return WeightManifest(version=self.version, tensors=layout, parts=tuple(parts))
+        placed = tuple(part.replace(offset=offsets[part.name]) for part in parts)
+        return WeightManifest(version=self.version, tensors=layout, parts=placed)
+
+    def pieces(self, held: Generator[WeightShard]) -> Iterator[tuple[str, Tensor]]:
+        """Rectangles that a rank holds, or whole tensors, as they are sent: cut where tiles are, each under its text."""
+        tiles = TileMap(self.tiles)
+        # In general a collective's, which is to end where this ends early.
+        with closing(held):
+            for shard in held:
+                if not self.tiles:
+                    yield (str(shard) if self.parts else shard.name), shard.tensor
+                for tile, box in tiles.pieces(shard.name, shard.offset, shard.tensor.shape):
+                    own = zip(box, shard.offset, strict=True)
+                    tensor = shard.tensor[tuple(slice(first - at, end - at) for (first, end), at in own)]
+                    yield (str(tile.part(box, SOURCE_RANK)) if self.parts else tile.name), tensor
 
 
 @dataclass(frozen=True)
@@ -125,6 +170,7 @@ class Staged:
     Attributes:
         key: of the push; engines have checked parts of it under this key, or hold it.
         sent: bytes that each rank has sent.
+        received: bytes of the weights that each worker of an engine has been sent.
         changed: elements that were sent as changed; None where all were sent.
     """
 
@@ -132,6 +178,7 @@ class Staged:
     segments: Mapping[int, Segment]
     key: str = ""
     sent: tuple[int, ...] = ()
+    received: tuple[int, ...] = ()
     changed: int | None = None
 
 
@@ -176,10 +223,10 @@ def describe_export(
             f"must hold the largest tensor, {largest.name} with {largest.nbytes} bytes",
         )
     device, host = _cuda_device(), host_identity()
+    parts = context.runtime.shard_infos(model, dtype=dtype_from_name(dtype)) if context.world_size > 1 else ()
     if context.rank != SOURCE_RANK:
         return device, host, None
     version, kept, node_id = model.weight_version, tuple(model.kept), ray.get_runtime_context().get_node_id()
-    parts = context.runtime.shard_infos(model, dtype=dtype_from_name(dtype)) if context.world_size > 1 else ()
     return device, host, PushPlan(key, handle, dtype, byte_budget, version, infos, node_id, host, kept=kept, parts=parts)
 
 
@@ -200,15 +247,19 @@ def export(context: SourceContext, plan: PushPlan) -> Any:
 
 
 def own_pieces(context: SourceContext, plan: PushPlan) -> tuple[Sequence[TensorInfo], Iterable[tuple[str, Tensor]]]:
-    """What this rank sends, as announced and as it comes. A rank that sends nothing has taken part in the export."""
+    """What this rank sends, as announced and as it comes. Of a rank that sends nothing it is taken to its end, too."""
+    model, dtype = context.handle(plan.handle), dtype_from_name(plan.dtype)
     if plan.parts:
-        shards = context.runtime.export_shards(context.handle(plan.handle), dtype=dtype_from_name(plan.dtype))
-        mine = plan.staged(context.rank).parts
-        return mine, ((str(shard), shard.tensor) for shard in shards if shard.tensor.numel())
-    if context.rank == SOURCE_RANK:
-        return plan.staged().tensors, export(context, plan)
-    deque(export(context, plan), maxlen=0)
-    return (), ()
+        return plan.staged(context.rank).parts, plan.pieces(context.runtime.export_shards(model, dtype=dtype, held=True))
+    if context.rank != SOURCE_RANK:
+        return (), export(context, plan)
+    return plan.staged().placed, plan.pieces(_whole(export(context, plan)))
+
+
+def _whole(exported: Generator[tuple[str, Tensor]]) -> Generator[WeightShard]:
+    with closing(exported):
+        for name, tensor in exported:
+            yield WeightShard(name, tuple(tensor.shape), (0,) * tensor.dim(), tensor)
 
 
 def from_source(results: list[Any]) -> Any:
@@ -220,10 +271,9 @@ def from_source(results: list[Any]) -> Any:
 
 def staged_of_ranks(plan: PushPlan, sent: Sequence[Any], segments: Mapping[int, Segment], key: str = "") -> Staged:
     """Joins the pieces that each rank has sent."""
-    pieces = tuple(chain(*sent))
-    placed = {"tensors": plan_layout(plan.infos)[0], "parts": pieces} if plan.parts else {"tensors": pieces}
-    manifest = WeightManifest(version=plan.version, tensors=()).replace(**placed)
-    return Staged(manifest, segments, key, tuple(sum(piece.nbytes for piece in of_rank) for of_rank in sent))
+    manifest = plan.staged().replace(**{plan.kind: tuple(chain(*sent))})
+    nbytes = tuple(sum(piece.nbytes for piece in of_rank) for of_rank in sent)
+    return Staged(manifest, segments, key, nbytes, received=plan.received)
 
 
 def _cuda_device() -> str:
@@ -274,7 +324,7 @@ class SharedMemoryTransport(StagedTransport):
 def reserve_segment(context: SourceContext, plan: PushPlan) -> Segment | RLBackendError | None:
     if context.rank != SOURCE_RANK:
         return None
-    _, nbytes = plan_layout(plan.infos)
+    nbytes = plan.staged_bytes
     segment: SharedSegment | None = context.state.get(plan.key)
     if segment is None or segment.nbytes < nbytes:
         if segment is not None:
@@ -294,6 +344,7 @@ def write_segment(
     """Runs on every rank, a collective: writes what the rank sends, with its digests, and tells ``engines`` of it."""
     pieces, weights = own_pieces(context, plan)
     if not pieces:
+        deque(weights, maxlen=0)
         return ()
     told = _StagedParts(plan, pieces, key, segment, engines)
     with torch.no_grad():
@@ -317,7 +368,7 @@ class _StagedParts:
         self, plan: PushPlan, pieces: Sequence[TensorInfo], key: str, segment: Segment, engines: Sequence[Any]
     ) -> None:
         self._empty = WeightManifest(version=plan.version, tensors=())
-        self._kind = "parts" if plan.parts else "tensors"
+        self._kind = plan.kind
         self._key = key
         self._segment = segment
         self._engines = engines
@@ -357,8 +408,8 @@ class GlooTransport(StagedTransport):
         self._members: dict[int, int] = {}
         self._source: SourceRanks | None = None
         self._key = ""
-        # The push that ranks have copies of: its key, tensors and rectangles.
-        self._push: tuple[str, tuple[TensorInfo, ...], tuple[TensorPart, ...]] | None = None
+        # The push that ranks have copies of: its key, and all that was sent.
+        self._push: tuple[str, Any] | None = None
 
     def problem(self, plan: PushPlan, rollout: EngineSet) -> str:
         # Every host that Ray reaches can be reached.
@@ -367,7 +418,7 @@ class GlooTransport(StagedTransport):
     def stage(self, plan: PushPlan, train: SourceRanks, rollout: EngineSet) -> Staged:
         self._key = plan.key
         # First what waits for engines that sample: ranks wait for them to connect for a short time alone.
-        segments = rollout.call("make_segment", plan_layout(plan.infos)[1])
+        segments = rollout.call("make_segment", plan.staged_bytes)
         raise_failures(segments)
         self._connect(plan, train, rollout)
         mode = self._mode(plan, rollout)
@@ -390,13 +441,13 @@ class GlooTransport(StagedTransport):
         pieces, nbytes, changed = zip(*sent, strict=True)
         staged = staged_of_ranks(plan, pieces, segments, uuid.uuid4().hex)
         if self._changed_only:
-            self._push = staged.key, plan.infos, plan.parts
+            self._push = staged.key, (plan.infos, plan.parts, plan.tiles)
         return replace(staged, sent=nbytes, changed=sum(changed) if mode == "patch" else None)
 
     def _mode(self, plan: PushPlan, rollout: EngineSet) -> SendMode:
         if not self._changed_only:
             return "all"
-        if self._push is None or self._push[1:] != (plan.infos, plan.parts):
+        if self._push is None or self._push[1] != (plan.infos, plan.parts, plan.tiles):
             return "keep"
         held = rollout.call("held_push")
         raise_failures(held)
@@ -417,12 +468,13 @@ class GlooTransport(StagedTransport):
             return
         self._push = None
         nodes = [rollout.infos[engine].node_ip for engine in members]
-        listening = train.run_on_ranks(listen, plan.key, plan.senders, nodes)
+        listening = train.run_on_ranks(listen, plan.key, plan.senders, nodes, rollout.config.call_timeout)
         addresses = {rank: address for rank, address in enumerate(listening) if address is not None}
         positions = {engine: position for position, engine in enumerate(members, start=1)}
         joining = rollout.start_call("join_gloo", plan.key, addresses, each=lambda engine: (positions[engine],))
         connected = train.run_on_ranks(connect, plan.key)
-        raise_failures(rollout.gather(joining, 2 * GLOO_TIMEOUT.total_seconds()))
+        # A rank that waits in vain says so first.
+        raise_failures(rollout.gather(joining, 2 * rollout.config.call_timeout))
         raise_failures(dict(enumerate(connected)))
         self._members, self._source = members, train
 
@@ -458,13 +510,15 @@ class _Connection:
         return tensor.nbytes, 0
 
 
-def listen(context: SourceContext, key: str, senders: Sequence[int], nodes: Sequence[str]) -> GlooAddress | None:
+def listen(
+    context: SourceContext, key: str, senders: Sequence[int], nodes: Sequence[str], timeout: float
+) -> GlooAddress | None:
     """Where engines on ``nodes`` meet this rank, if it is a sender."""
     if context.rank not in senders:
         return None
     disconnect(context, key)
-    point = RendezvousPoint(rendezvous_address([node_address(), *nodes]), GLOO_TIMEOUT)
-    address = GlooAddress(point.rendezvous, 1 + len(nodes))
+    point = RendezvousPoint(rendezvous_address([node_address(), *nodes]), timedelta(seconds=timeout))
+    address = GlooAddress(point.rendezvous, 1 + len(nodes), timeout)
     context.state[key] = _Connection(point, address)
     return address
 
@@ -477,7 +531,8 @@ def connect(context: SourceContext, key: str) -> RLBackendError | None:
         connection.group = GlooGroup(connection.address, 0)
     except RuntimeError as error:
         return WeightSyncError(
-            f"transport='gloo': an engine did not join rank {context.rank} in {GLOO_TIMEOUT.total_seconds():g} s: {error}"
+            f"transport='gloo': an engine did not join rank {context.rank} in {connection.address.timeout:g} s "
+            f"(RolloutConfig.call_timeout): {error}"
         )
     return None
 
@@ -486,6 +541,7 @@ def broadcast_weights(context: SourceContext, plan: PushPlan, mode: SendMode = "
     """Runs on every rank, a collective: sends what the rank sends, or patches of it; returns it with its digests."""
     pieces, weights = own_pieces(context, plan)
     if not pieces:
+        deque(weights, maxlen=0)
         return Sent()
     connection: _Connection = context.state[plan.key]
     if mode == "keep":

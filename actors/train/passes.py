@@ -30,6 +30,7 @@ from rl_backend.data import (
     plan_tenants,
     restore_order,
 )
+from rl_backend.lab.text import count
 from rl_backend.runtime import RouterReplay
 
 
@@ -108,6 +109,11 @@ class Pass:
         batches = (cloudpickle.loads(share).args[1] for share in self.shares)
         rows = [[row for batch in of_rank for row in _unpacked(batch)] for of_rank in batches]
         return self.over(handle, restore_order(self.divided.plan, rows), self.options)
+
+    def describe(self) -> str:
+        """Its rows."""
+        lengths, ranks = self.divided.seq_lens, count(self.handle.data_parallel_size, "data-parallel rank")
+        return f"{count(len(lengths), 'sequence')} of up to {max(lengths)} tokens, {sum(lengths)} in all, on {ranks}"
 
     def without_shares(self) -> Self:
         """What merges the results, without the sequences."""

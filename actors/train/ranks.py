@@ -24,7 +24,7 @@ from ray.exceptions import (
 from ray.util.placement_group import PlacementGroup, remove_placement_group
 
 from actors.cluster.placement import PlacementStrategy, Reservation, memory_environment, reserve, thread_environment
-from actors.cluster.ray_watch import memory_death, ray_is_usable
+from actors.cluster.ray_watch import memory_death, memory_held, ray_is_usable
 from actors.cluster.rendezvous import rendezvous_address
 from actors.train.loss import SentLoss
 from actors.train.order import Driver, OperationHeader, this_thread
@@ -331,6 +331,7 @@ class TrainRanks:
             cause=died[ranks[0]],
             ranks=ranks,
             reason=reason,
+            memory=memory_held(),
         )
 
     def _stop_peers(self, title: str, failures: Mapping[int, Failed], silent: Sequence[int]) -> NoReturn:

@@ -479,9 +479,12 @@ class Recovery[R: Ranks]:
         if kept.deaths >= MOST_DEATHS:
             self.stop(f"{kept.title} has ended its ranks twice")
             message = error.message.removesuffix(f"; {AFTERWARDS}")
+            rows = "" if isinstance(kept.call, bytes) else f" (rows: {kept.call.describe()})"
+            memory = f". Then held memory: {held}" if (held := error.details.get("memory")) else ""
             raise GroupFailedError(
-                f"{kept.title} has ended its ranks {kept.deaths} times, at last so: {message}; all ranks were stopped. The "
-                "newest checkpoint is whole: find what this operation does to a rank, and continue with resume=auto",
+                f"{kept.title}{rows} has ended its ranks {kept.deaths} times, at last so: {message}{memory}; all ranks were "
+                "stopped. The newest checkpoint is whole: find what this operation does to a rank, and continue with "
+                "resume=auto",
                 **error.details,
             ) from error
 

@@ -11,6 +11,7 @@ import errno
 import itertools
 import os
 import re
+from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
@@ -25,6 +26,7 @@ DIRECTORY = Path("/dev/shm")
 _PREFIX = "rl_backend_weights"
 _NAME = re.compile(rf"{_PREFIX}-(?P<namespace>\d+)-(?P<pid>\d+)-(?P<start>\d+)-\d+")
 _numbers = itertools.count()
+_OF_LIBRARIES = ("psm_", "sem.mp-", "vllm_dist_")
 
 
 class Segment(NamedTuple):
@@ -96,6 +98,25 @@ def remove_stale_segments() -> list[Path]:
                 path.unlink()
                 removed.append(path)
     return removed
+
+
+def shared_files(pid: int) -> set[Path]:
+    """The files of shared memory that a process of this host maps, by the names that they still have."""
+    with suppress(OSError):  # it has ended meanwhile
+        mapped = {line.split(maxsplit=5)[-1] for line in (Path("/proc") / str(pid) / "maps").read_text().splitlines()}
+        return {Path(path) for path in mapped if path.startswith(f"{DIRECTORY}/") and not path.endswith(" (deleted)")}
+    return set()
+
+
+def drop_names(pids: Iterable[int]) -> set[Path]:
+    """Takes the names off the shared memory that Python and vLLM have made for these processes, and returns them.
+
+    The processes keep the memory, which the kernel frees when the last of them ends. One that is killed removes no names.
+    """
+    found = {path for pid in pids for path in shared_files(pid) if path.name.startswith(_OF_LIBRARIES)}
+    for path in found:
+        path.unlink(missing_ok=True)
+    return found
 
 
 def _reserve(path: Path, nbytes: int) -> None:

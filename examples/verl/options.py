@@ -66,7 +66,8 @@ class VerlOptions(BaseConfig):
             missing = [name for name, value in given.items() if not value]
             raise ConfigError.of("model, train_files, val_files", given, f"give all three, or no files; missing: {missing}")
         folder = Path(self.run_dir).resolve() / f"task_{self.demo_model}_{self.layers}_layers"
-        if not folder.exists():
+        # The last of its files: a run may have been ended while it wrote them.
+        if not (folder / "held_out.parquet").exists():
             with usable_run_dir(self.run_dir):
                 write_verl_task(folder, model=self.demo_model, num_layers=self.layers)
         return folder

@@ -65,7 +65,7 @@ class TenantFacts(BaseConfig):
     Attributes:
         config: its ``LoRAConfig``.
         base: digest of the weights of the model that it adapts, with ``+`` and that of a checkpoint that it had loaded.
-        num_draws: of its dropout.
+        num_draws: passes in which it has drawn dropout.
     """
 
     config: dict[str, Any]

@@ -3,7 +3,7 @@
 import json
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -208,8 +208,15 @@ def _of_module(config: Mapping[str, Any], field: str, module: str) -> float:
     return float(config[field])
 
 
-def fitted_to(adapter: PeftAdapter, config: LoRAConfig, path: Path | str) -> dict[str, Tensor]:
-    """The tensors by peft's names, factors at the rank and scale of ``config``: padded with zeros, and B scaled."""
+def fitted_to(
+    adapter: PeftAdapter, config: LoRAConfig, path: Path | str, first: Callable[[str], Tensor | None]
+) -> dict[str, Tensor]:
+    """The tensors by peft's names, factors at the rank and scale of ``config``.
+
+    Args:
+        first: the factor of a name that a new tenant has, None where it has none. What a module lacks in rank is of these:
+            it changes nothing yet, and can be trained; of zeros in both factors neither would ever have a gradient.
+    """
     found = {PEFT_PREFIX + name: tensor for name, tensor in adapter.head.items()}
     for module, parts in adapter.parts.items():
         rank, kind = parts["A"].shape[-2], adapter.kinds[module]
@@ -218,12 +225,16 @@ def fitted_to(adapter: PeftAdapter, config: LoRAConfig, path: Path | str) -> dic
                 f"{path}: {module} has rank {rank} and use_dora={'magnitude' in parts}, the tenant has LoRAConfig.rank="
                 f"{config.rank} and use_dora={config.use_dora}; make one that has at least this rank, and the same use_dora"
             )
-        missing = config.rank - rank
         scale = adapter.scales[module] / config.scale
-        fitted: dict[LoRAPart, Tensor] = {
-            **parts,
-            "A": torch.nn.functional.pad(parts["A"], (0, 0, 0, missing)),
-            "B": torch.nn.functional.pad(parts["B"] if scale == 1.0 else parts["B"] * scale, (0, missing)),
-        }
-        found |= {part_name(module, kind, part): tensor for part, tensor in fitted.items()}
+        found |= {part_name(module, kind, part): tensor for part, tensor in parts.items()}
+        a, b = (part_name(module, kind, part) for part in ("A", "B"))
+        found[a] = _with_ranks_of(first(a), parts["A"], -2)
+        found[b] = _with_ranks_of(first(b), parts["B"] if scale == 1.0 else parts["B"] * scale, -1)
     return found
+
+
+def _with_ranks_of(whole: Tensor | None, factor: Tensor, dim: int) -> Tensor:
+    """``factor``, and behind it what ``whole`` has more of ``dim``; one of another size as it is, to be refused by that."""
+    if whole is None or whole.select(dim, 0).shape != factor.select(dim, 0).shape:
+        return factor
+    return torch.cat((factor, whole.narrow(dim, factor.shape[dim], whole.shape[dim] - factor.shape[dim])), dim)

@@ -77,6 +77,7 @@ from rl_backend.contracts.weights import CopiedWeight as CopiedWeight
 from rl_backend.contracts.weights import PackedWeight as PackedWeight
 from rl_backend.contracts.weights import TensorInfo as TensorInfo
 from rl_backend.contracts.weights import TensorPart as TensorPart
+from rl_backend.contracts.weights import TensorTile as TensorTile
 from rl_backend.contracts.weights import WeightManifest as WeightManifest
 from rl_backend.contracts.weights import WeightName as WeightName
 from rl_backend.contracts.weights import WeightShard as WeightShard

@@ -160,16 +160,52 @@ class TensorPart(TensorInfo):
         return _text_of(self.name, self.start, self.shape)
 
 
+class TensorTile(TensorInfo):
+    """A rectangle of a tensor that some of an engine's workers read, with a place of its own. ``name`` is its text.
+
+    Attributes:
+        tensor: name of the tensor.
+        whole: shape of the tensor.
+        start: the tile's first element in the tensor.
+        workers: numbers of those that read it.
+    """
+
+    tensor: str
+    whole: tuple[int, ...]
+    start: tuple[int, ...]
+    workers: tuple[int, ...]
+
+    @property
+    def box(self) -> tuple[tuple[int, int], ...]:
+        """The first element and the one after the last, along each dimension of the tensor."""
+        return tuple((first, first + size) for first, size in zip(self.start, self.shape, strict=True))
+
+    @classmethod
+    def cut(cls, info: TensorInfo, box: Sequence[tuple[int, int]], workers: tuple[int, ...]) -> Self:
+        start, shape = tuple(first for first, _ in box), tuple(end - first for first, end in box)
+        name, fields = _text_of(info.name, start, shape), {"tensor": info.name, "whole": info.shape, "start": start}
+        return cls.of(name, shape, dtype_from_name(info.dtype), workers=workers, **fields)
+
+    def part(self, box: Sequence[tuple[int, int]], rank: int) -> TensorPart:
+        """A rectangle of the tensor, which lies in this tile, as the tile's."""
+        start = tuple(begin - first for (begin, _), first in zip(box, self.start, strict=True))
+        shape, fields = [end - begin for begin, end in box], {"whole": self.shape, "start": start, "rank": rank}
+        return TensorPart.of(self.name, shape, dtype_from_name(self.dtype), offset=self.offset, **fields)
+
+
 class WeightManifest(BaseConfig):
     """All tensors of one push, in the order in which they are sent.
 
     Attributes:
-        parts: rectangles that together are ``tensors`` once, each with its digest; empty where one rank sends them whole.
+        tiles: what engines of several workers are sent of ``tensors``, which then have no places themselves.
+        parts: rectangles that together are ``tiles``, or else ``tensors``, once, each with its digest; empty where one rank
+            sends these whole.
         kept: names of weights that the trainer does not train, of which engines have those that they began with.
     """
 
     version: int = Field(ge=0)
     tensors: tuple[TensorInfo, ...]
+    tiles: tuple[TensorTile, ...] = ()
     parts: tuple[TensorPart, ...] = ()
     kept: tuple[str, ...] = ()
 
@@ -182,9 +218,14 @@ class WeightManifest(BaseConfig):
         return self
 
     @property
+    def placed(self) -> tuple[TensorInfo, ...]:
+        """What has a place in the staging buffer: tiles, or else whole tensors."""
+        return self.tiles or self.tensors
+
+    @property
     def pieces(self) -> tuple[TensorInfo, ...]:
-        """What is sent and has a digest: rectangles, or else whole tensors."""
-        return self.parts or self.tensors
+        """What is sent and has a digest: rectangles that ranks hold, or else what has a place."""
+        return self.parts or self.placed
 
     @property
     def nbytes(self) -> int:

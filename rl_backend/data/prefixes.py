@@ -18,7 +18,7 @@ SHORTEST_RUN = 32
 
 
 KEYS_OF_A_TOKEN = 8
-"""Attention keeps the keys of whole paths: a micro-batch has at most so many for each token that it may have."""
+"""Attention may keep the keys of whole paths: a micro-batch has at most so many for each token that it may have."""
 
 
 def shared_prefixes(batch: PackedBatch, *, replays: bool, owners: Sequence[int] = ()) -> PrefixTree | None:

@@ -93,9 +93,13 @@ async def _played(player: Player, row: Mapping[str, Any], sampler: RecordingSamp
         return Result(stop="error", error=what_it_raised(error))
     if not isinstance(result, Result):
         return Result(stop="error", error=f"the player returned {type(result).__name__}; expected a Result")
-    if not math.isfinite(result.reward):
-        return Result(stop="error", error=f"the player returned a reward of {result.reward}; it must be a finite number")
-    return result
+    try:
+        reward, metrics = float(result.reward), {str(name): float(value) for name, value in result.metrics.items()}
+    except (TypeError, ValueError, AttributeError) as error:
+        return Result(stop="error", error=f"the player returned what is no number in its reward or its metrics: {error}")
+    if not math.isfinite(reward):
+        return Result(stop="error", error=f"the player returned a reward of {reward}; it must be a finite number")
+    return replace(result, reward=reward, metrics=metrics)
 
 
 async def _end(playing: asyncio.Future[Result]) -> None:

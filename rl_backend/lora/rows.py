@@ -170,7 +170,7 @@ class TenantRows:
     Attributes:
         weights, gradients, exp_avg, exp_avg_sq: the rows, float32.
         num_steps: () float32, optimizer steps taken.
-        num_draws: runs of neighbouring sequences in training so far, from which dropout is drawn.
+        num_draws: passes in training with dropout so far, by which it is drawn; the same on every rank.
         sum_over_inputs: for a module whose inputs are cut, what adds a tensor up over its ranks, in place.
     """
 

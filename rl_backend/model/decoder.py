@@ -270,7 +270,8 @@ class Decoder(nn.Module):
         if self.mtp is not None and torch.is_grad_enabled():
             added = self._mtp_loss(self.mtp, hidden, inputs, rotations, head)
             found = found._replace(log_probs=with_added_loss(found.log_probs, added))
-        return found.as_output(values)
+        # A tensor of its own: FSDP's hook would be lost when a loss changes a view in place.
+        return found._replace(log_probs=found.log_probs.clone()).as_output(values)
 
     def _mtp_loss(
         self, mtp: MultiTokenPrediction, hidden: Tensor, inputs: ModelInput, rotations: Rotations, head: nn.Module
@@ -450,7 +451,7 @@ def _selective() -> tuple[AbstractContextManager[object], AbstractContextManager
     def keep(context: SelectiveCheckpointContext, operation: object, *_: object, **__: object) -> CheckpointPolicy:
         if operation in PRODUCTS:
             done[context.is_recompute] += 1
-        kept = operation in ATTENDS or (operation in PRODUCTS and done[context.is_recompute] % 2 == 0)
+        kept = str(operation) in ATTENDS or (operation in PRODUCTS and done[context.is_recompute] % 2 == 0)
         return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
 
     contexts: tuple[AbstractContextManager[object], AbstractContextManager[object]] = create_selective_checkpoint_contexts(

@@ -4,7 +4,8 @@ import json
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, get_origin
+from types import NoneType
+from typing import Any, get_args, get_origin
 
 from rl_backend.contracts import BaseConfig, ConfigError, RegistryError, RLBackendError
 from rl_backend.options.config_file import ConfigFile, as_yaml
@@ -86,12 +87,14 @@ def _values(found: Any, sections: Sections) -> dict[str, Any]:
 
 
 def _value(place: str, annotation: Any, texts: Sequence[str]) -> Any:
-    types = [get_origin(kind) or kind for kind in alternatives(annotation)]
-    kinds = [kind for kind in types if isinstance(kind, type)]
+    found = list(alternatives(annotation))
+    kinds = [kind for each in found if isinstance(kind := get_origin(each) or each, type)]
     is_object = any(issubclass(kind, Mapping | BaseConfig) for kind in kinds)
     is_list = any(issubclass(kind, list | tuple) for kind in kinds)
+    if texts[-1] == "none" and not any("none" in get_args(each) for each in found):
+        return None if NoneType in kinds or not (is_object or is_list) else [] if is_list else {}
     if not is_object and not is_list:
-        return None if texts[-1] == "none" else texts[-1]
+        return texts[-1]
     pieces = [_piece(place, text, is_object=is_object, is_list=is_list) for text in texts]
     if len(pieces) == 1:
         return pieces[0]
@@ -101,8 +104,6 @@ def _value(place: str, annotation: Any, texts: Sequence[str]) -> Any:
 
 
 def _piece(place: str, text: str, *, is_object: bool, is_list: bool) -> Any:
-    if text == "none":
-        return None
     if text.lstrip()[:1] in ("{", "["):
         try:
             return json.loads(text)

@@ -31,16 +31,17 @@ class ConfigFile:
         """JSON by its suffix, else YAML."""
         path = Path(path)
         try:
-            text = path.read_text()
+            text = path.read_text(encoding="utf-8")
             values = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
             if not isinstance(values, dict):
                 raise ValueError(f"it holds a {type(values).__name__}, not an object of options")
+            lines = _lines(text, path)
         except yaml.MarkedYAMLError as error:
             mark = error.problem_mark or error.context_mark
             raise ConfigError(f"--config {path}, line {mark.line + 1 if mark else '?'}: {error.problem}") from None
         except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
             raise ConfigError(f"--config {path}: {error}") from None
-        return cls(str(path), values, _lines(text, path))
+        return cls(str(path), {str(name): value for name, value in values.items()}, lines)
 
     def line_of(self, place: str, options: OptionSet) -> str | None:
         """``mine.yaml, line 3: name`` of the value at a place of the configuration; None where the file has none."""

@@ -251,11 +251,12 @@ def arrival_of(source: Action, action: Action, placement: Sequence[int]) -> Arri
 def validate(schedule: Schedule) -> None:
     """Checks a schedule completely; what passes can be run. Raises :class:`ScheduleError` with the rank and the action.
 
-    - Each stage is on one rank, and each rank acts for its own stages. - Each stage does each micro-batch once: one
-    forward pass, one full backward pass or one for the inputs and one for the
+    - Each stage is on one rank, and each rank acts for its own stages.
+    - Each stage does each micro-batch once: one forward pass, one full backward pass or one for the inputs and one for the
       weights, and a send and a receive for each result that another rank needs; nothing else.
-    - In each direction between two ranks, receives are posted in the order of the sends. - No rank waits forever, even if
-    its transfers are worked off one after the other. - No rank holds more activations than ``activation_bound``.
+    - In each direction between two ranks, receives are posted in the order of the sends.
+    - No rank waits forever, even if its transfers are worked off one after the other.
+    - No rank holds more activations than ``activation_bound``.
     """
     # One after the other: each takes for granted what the ones before it have checked.
     for check in (_misplaced, _incomplete, _unpaired, _waiting_or_full):

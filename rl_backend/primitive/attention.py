@@ -2,7 +2,7 @@
 
 import inspect
 from collections.abc import Callable, Iterator, Sequence
-from functools import lru_cache
+from functools import cache, lru_cache
 from itertools import accumulate, groupby
 from typing import Any, NamedTuple, Self
 
@@ -10,8 +10,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
-from torch.nn.attention.varlen import varlen_attn
-from torch.utils.flop_counter import register_flop_formula
 
 from rl_backend.primitive.prefix_tree import PrefixTree, take_rows
 
@@ -27,14 +25,19 @@ def blocked_attention(
     query_lens: Sequence[int],
     key_lens: Sequence[int],
     sinks: Tensor | None = None,
+    tree: PrefixTree | None = None,
 ) -> Tensor:
     """Packed causal attention; arguments as in :func:`packed_attention`.
 
     Each block of queries is multiplied with the keys up to its own end, which is half the work of a full square.
     Neighbouring segments of equal lengths are computed together, and those of at most one block of queries are made
     neighbours.
+
+    Args:
+        tree: whose runs the segments are; keys are then those of its rows, and both lengths its runs'. The keys of a run are
+            multiplied with the queries of all that continue it together, and copied for none.
     """
-    attended: Tensor = _BlockedAttention.apply(query, key, value, tuple(query_lens), tuple(key_lens), sinks)
+    attended: Tensor = _BlockedAttention.apply(query, key, value, tuple(query_lens), tuple(key_lens), sinks, tree)
     return attended
 
 
@@ -48,62 +51,80 @@ class _BlockedAttention(torch.autograd.Function):
         query_lens: tuple[int, ...],
         key_lens: tuple[int, ...],
         sinks: Tensor | None,
+        tree: PrefixTree | None,
     ) -> Tensor:
-        order = order_by_length(query_lens, key_lens)
+        order = order_by_length(query_lens, key_lens, tree)
         query, key, value = order.queries.sort(query), order.keys.sort(key), order.keys.sort(value)
-        out, log_sums = torch.ops.rl_backend.attend_in_blocks(query, key, value, *zip(*order.segments, strict=True), sinks)
-        ctx.save_for_backward(query, key, value, out, sinks, *log_sums)
-        ctx.order = order
+        parents = None if tree is None else tree.parents
+        out, log_sums = torch.ops.rl_backend.attend_in_blocks(
+            query, key, value, *zip(*order.segments, strict=True), sinks, parents
+        )
+        ctx.save_for_backward(query, key, value, out, sinks, log_sums)
+        ctx.order, ctx.tree = order, tree
         return order.queries.restore(out)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None, Tensor | None]:
-        query, key, value, out, sinks, *log_sums = ctx.saved_tensors
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        query, key, value, out, sinks, log_sums = ctx.saved_tensors
         order = ctx.order
         grad = order.queries.sort(grad)
-        grads = gradients_in_blocks(grad, query, key, value, out, sinks, order.segments, log_sums)
+        grads = gradients_in_blocks(grad, query, key, value, out, log_sums, sinks, order.segments, ctx.tree)
         grad_query, grad_key, grad_value, grad_sinks = grads
         grad_key, grad_value = (order.keys.restore(x) for x in (grad_key, grad_value))
-        return order.queries.restore(grad_query), grad_key, grad_value, None, None, grad_sinks
+        return order.queries.restore(grad_query), grad_key, grad_value, None, None, grad_sinks, None
 
 
 def attend_in_blocks(
-    query: Tensor, key: Tensor, value: Tensor, segments: Sequence[tuple[int, int]], sinks: Tensor | None
-) -> tuple[Tensor, list[Tensor]]:
-    """Attention of rows in the order of :func:`order_by_length`, and what each block of it leaves for the backward pass: the
-    logarithms of its sums, (batch * kv_heads, group * queries, 1).
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    segments: Sequence[tuple[int, int]],
+    sinks: Tensor | None,
+    tree: PrefixTree | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Attention of rows in the order of :func:`order_by_length`, and what the backward pass needs of it: (N, heads, 1), the
+    logarithms of its sums.
     """
-    out = query.new_empty(*query.shape[:2], value.shape[-1])
-    log_sums = []
-    for block in blocks_of(query, key, segments):
+    out, log_sums = query.new_empty(*query.shape[:2], value.shape[-1]), query.new_empty(*query.shape[:2], 1)
+    for block in blocks_of(query, key, segments, tree):
         scores = block.scores(query, key)
-        block.diagonal(scores).add_(block.minus_infinity)
+        if not block.earlier:
+            block.diagonal(scores).add_(block.minus_infinity)
         largest = scores.amax(-1, keepdim=True)
-        if sinks is not None:
-            sink = block.gather(_of_rows(sinks, query))
+        # Once for each query: with its own keys.
+        own_sinks = None if block.earlier else sinks
+        if own_sinks is not None:
+            sink = block.gather(_of_rows(own_sinks, query))
             largest = torch.maximum(largest, sink)
         weights = scores.sub_(largest).exp_()
         total = weights.sum(-1, keepdim=True)
-        if sinks is not None:
+        if own_sinks is not None:
             total += (sink - largest).exp_()
-        block.scatter(out, torch.bmm(weights, block.keys(value)).div_(total))
-        log_sums.append(total.log_().add_(largest))
+        attended = torch.bmm(weights, block.keys(value)).div_(total)
+        (block.merge if block.earlier else block.put)(out, log_sums, attended, total.log_().add_(largest))
     return out, log_sums
 
 
 # One operation for what watches operations: activation checkpointing keeps what it gives.
 _OPERATORS = torch.library.Library("rl_backend", "FRAGMENT")
 _OPERATORS.define(
-    "attend_in_blocks(Tensor query, Tensor key, Tensor value, int[] query_lens, int[] key_lens, Tensor? sinks)"
-    " -> (Tensor, Tensor[])"
+    "attend_in_blocks(Tensor query, Tensor key, Tensor value, int[] query_lens, int[] key_lens, Tensor? sinks,"
+    " int[]? parents) -> (Tensor, Tensor)"
 )
 
 
 def _attend_in_blocks(
-    query: Tensor, key: Tensor, value: Tensor, query_lens: list[int], key_lens: list[int], sinks: Tensor | None
-) -> tuple[Tensor, list[Tensor]]:
-    return attend_in_blocks(query, key, value, list(zip(query_lens, key_lens, strict=True)), sinks)
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    query_lens: list[int],
+    key_lens: list[int],
+    sinks: Tensor | None,
+    parents: list[int] | None,
+) -> tuple[Tensor, Tensor]:
+    tree = None if parents is None else PrefixTree(tuple(query_lens), tuple(parents), ends=())
+    return attend_in_blocks(query, key, value, list(zip(query_lens, key_lens, strict=True)), sinks, tree)
 
 
 _OPERATORS.impl("attend_in_blocks", _attend_in_blocks, "CPU")
@@ -115,29 +136,35 @@ def gradients_in_blocks(
     key: Tensor,
     value: Tensor,
     out: Tensor,
+    log_sums: Tensor,
     sinks: Tensor | None,
     segments: Sequence[tuple[int, int]],
-    log_sums: Sequence[Tensor],
+    tree: PrefixTree | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Of what :func:`attend_in_blocks` took: queries, keys, values and sinks."""
     grad_query = torch.empty_like(query, memory_format=torch.contiguous_format)
     grad_key, grad_value = (x.new_zeros(x.shape[1], x.shape[0], x.shape[2]) for x in (key, value))
     projection = (grad * out).sum(-1, keepdim=True)
     grad_of_sinks = torch.empty_like(projection)
-    for block, log_sum in zip(blocks_of(query, key, segments), log_sums, strict=True):
+    for block in blocks_of(query, key, segments, tree):
         # Computed again from the saved log-sum-exp (Dao et al., 2022).
+        log_sum = block.gather(log_sums)
         probabilities = block.scores(query, key).sub_(log_sum)
-        # Hidden scores may exceed the log-sum-exp by any amount, so they are zeroed before the exponential and after.
-        block.diagonal(probabilities).mul_(block.visible)
-        block.diagonal(probabilities.exp_()).mul_(block.visible)
+        if block.earlier:
+            probabilities.exp_()
+        else:
+            # Hidden scores may exceed the log-sum-exp by any amount, so they are zeroed before the exponential and after.
+            block.diagonal(probabilities).mul_(block.visible)
+            block.diagonal(probabilities.exp_()).mul_(block.visible)
         grad_block = block.gather(grad)
         block.add_to_keys(grad_value, torch.bmm(probabilities.transpose(1, 2), grad_block))
         grad_scores = torch.bmm(grad_block, block.keys(value).transpose(1, 2))
         projected = block.gather(projection)
         grad_scores.sub_(projected).mul_(probabilities)
-        block.scatter(grad_query, torch.bmm(grad_scores, block.keys(key)).mul_(block.scale))
+        of_queries = torch.bmm(grad_scores, block.keys(key)).mul_(block.scale)
+        (block.add if block.earlier else block.scatter)(grad_query, of_queries)
         block.add_to_keys(grad_key, torch.bmm(grad_scores.transpose(1, 2), block.gather(query).mul_(block.scale)))
-        if sinks is not None:
+        if sinks is not None and not block.earlier:
             # As of a score whose value is 0.
             of_sink = block.gather(_of_rows(sinks, query)).sub_(log_sum).exp_()
             block.scatter(grad_of_sinks, of_sink.mul_(projected).neg_())
@@ -166,10 +193,11 @@ class _Order(NamedTuple):
     keys: _Rows
 
 
-def order_by_length(query_lens: tuple[int, ...], key_lens: tuple[int, ...]) -> _Order:
+def order_by_length(query_lens: tuple[int, ...], key_lens: tuple[int, ...], tree: PrefixTree | None = None) -> _Order:
+    """Equal segments of one block beside each other. Runs of a tree stay where they are: what continues one follows it."""
     segments = list(zip(query_lens, key_lens, strict=True))
-    short = [segment for segment in segments if segment[0] <= _BLOCK]
-    if len(set(short)) == len(short) or segments == sorted(segments):
+    short = [segment for segment, _ in groupby(segments) if segment[0] <= _BLOCK]
+    if tree is not None or len(set(short)) == len(short):
         return _Order(segments, _Rows(), _Rows())
     by_length = sorted(range(len(segments)), key=segments.__getitem__)
     queries = _rows_in_order(query_lens, by_length)
@@ -187,7 +215,9 @@ def _rows_in_order(lens: tuple[int, ...], order: list[int]) -> _Rows:
 
 
 class _Block(NamedTuple):
-    """Neighbouring queries of ``batch`` neighbouring segments of equal lengths, with the keys up to the last query's."""
+    """Neighbouring queries of ``batch`` neighbouring segments of equal lengths, with the keys up to the last query's; or, of
+    ``earlier`` keys, queries that all see all of them, and see others too.
+    """
 
     first_query: int  # of the segments, as are first_key and the two lengths of a segment
     first_key: int
@@ -198,6 +228,7 @@ class _Block(NamedTuple):
     batch: int
     kv_heads: int
     scale: float
+    earlier: bool
     minus_infinity: Tensor  # (queries, queries): what to add to hide what is above the diagonal
     visible: Tensor  # (queries, queries): 1 up to the diagonal and 0 above
 
@@ -227,8 +258,29 @@ class _Block(NamedTuple):
         return rows.clone(memory_format=torch.contiguous_format).flatten(2, 3).flatten(0, 1)
 
     def scatter(self, target: Tensor, x: Tensor) -> None:
-        rows = x.unflatten(0, (self.batch, -1)).unflatten(2, (-1, self.num_queries)).permute(0, 3, 1, 2, 4)
-        self._queries(target).copy_(rows)
+        self._queries(target).copy_(self._unstacked(x))
+
+    def add(self, target: Tensor, x: Tensor) -> None:
+        self._queries(target).add_(self._unstacked(x))
+
+    def put(self, out: Tensor, log_sums: Tensor, attended: Tensor, log_sum: Tensor) -> None:
+        """As :meth:`scatter`, what is attended to and the logarithms of its sums."""
+        self.scatter(out, attended)
+        self.scatter(log_sums, log_sum)
+
+    def merge(self, out: Tensor, log_sums: Tensor, attended: Tensor, log_sum: Tensor) -> None:
+        """With what the same queries attend to elsewhere: each weighs as much as its sum has of both (cascades of
+        FlashInfer, arXiv 2501.01005).
+        """
+        rows, sums, other = self._queries(out), self._queries(log_sums), self._unstacked(log_sum)
+        both = torch.logaddexp(sums, other)
+        rows.mul_((sums - both).exp_()).addcmul_(self._unstacked(attended), (other - both).exp_())
+        sums.copy_(both)
+
+    def _unstacked(self, x: Tensor) -> Tensor:
+        """(batch * kv_heads, group * queries, dim) -> (batch, queries, kv_heads, group, dim), a view."""
+        rows: Tensor = x.unflatten(0, (self.batch, -1)).unflatten(2, (-1, self.num_queries))
+        return rows.permute(0, 3, 1, 2, 4)
 
     def _queries(self, x: Tensor) -> Tensor:
         """(T, heads, dim) -> (batch, queries, kv_heads, group, dim), a view."""
@@ -237,8 +289,8 @@ class _Block(NamedTuple):
         return grouped
 
 
-def blocks_of(query: Tensor, key: Tensor, segments: Sequence[tuple[int, int]]) -> Iterator[_Block]:
-    """The products that attention is computed in, one after the other."""
+def blocks_of(query: Tensor, key: Tensor, segments: Sequence[tuple[int, int]], tree: PrefixTree | None) -> Iterator[_Block]:
+    """The products that attention is computed in, one after the other; those of runs with what continues them are last."""
     square = query.new_ones(_BLOCK, _BLOCK)
     masks = torch.stack((torch.full_like(square, -torch.inf).triu_(1), square.tril()))
     scale = query.shape[-1] ** -0.5
@@ -256,13 +308,21 @@ def blocks_of(query: Tensor, key: Tensor, segments: Sequence[tuple[int, int]]) -
             for first in range(0, count, most):
                 at = first_query + first * queries, first_key + first * keys
                 sizes = num_queries, num_keys, min(most, count - first)
-                yield _Block(*at, (queries, keys), start, *sizes, key.shape[1], scale, *cut)
+                yield _Block(*at, (queries, keys), start, *sizes, key.shape[1], scale, False, *cut)
         first_query += count * queries
         first_key += count * keys
+    if tree is None:
+        return
+    for first_key, keys, after in zip(tree.starts, tree.lengths, tree.rows_after, strict=True):
+        first, stop = first_key + keys, first_key + keys + after
+        most = max(_BLOCK, _BATCHED_SCORES // (query.shape[1] * keys))
+        for first_query in range(first, stop, most):
+            queries = min(most, stop - first_query)
+            at, sizes = (first_query, first_key), (queries, keys, 1)
+            yield _Block(*at, (queries, keys), 0, *sizes, key.shape[1], scale, True, *masks.unbind())
 
 
 _WINDOWED_BLOCK = 512
-_VARLEN_HAS_GQA = "enable_gqa" in inspect.signature(varlen_attn).parameters
 
 type Attend = Callable[[Tensor, Tensor, Tensor, Segments, int | None, Tensor | None], Tensor]
 """(query, key, value, segments, window, sinks) -> (N, heads, value_dim), from the keys of this rank's own tokens."""
@@ -282,7 +342,7 @@ class Segments(NamedTuple):
     cu_keys: Tensor  # the same of the keys
     key_index: Tensor | None = None  # int64, the segments' rows among the keys of all ranks; None for rows of queries
     tree: PrefixTree | None = None  # whose runs the segments are; key_index is then of this rank's own rows
-    edges: Tensor | None = None  # (2, S + 1) int64 on the CPU, in place of lengths and tree; see :meth:`hidden`
+    edges: Tensor | None = None  # (2 or 3, S + 1) int64 on the CPU, in place of lengths and tree; see :meth:`hidden`
 
     @classmethod
     def of_sequences(cls, cu_seqlens: Tensor, seq_lens: Sequence[int]) -> Self:
@@ -303,15 +363,16 @@ class Segments(NamedTuple):
         only where a kernel is launched with it.
         """
         longest = [(max(lens),) if self.cu_queries.is_cuda else () for lens in (self.query_lens, self.key_lens)]
-        return self._replace(
-            query_lens=longest[0], key_lens=longest[1], tree=None, edges=_edges(self.query_lens, self.key_lens)
-        )
+        edges = _edges(self.query_lens, self.key_lens, None if self.tree is None else self.tree.parents)
+        return self._replace(query_lens=longest[0], key_lens=longest[1], tree=None, edges=edges)
 
 
 # The layers of a model ask for the same in turn.
 @lru_cache(maxsize=8)
-def _edges(query_lens: tuple[int, ...], key_lens: tuple[int, ...]) -> Tensor:
-    return torch.tensor([(0, *accumulate(query_lens)), (0, *accumulate(key_lens))])
+def _edges(query_lens: tuple[int, ...], key_lens: tuple[int, ...], parents: tuple[int, ...] | None) -> Tensor:
+    """Where segments start in queries and in keys; of a tree the run that each continues too."""
+    edges = [(0, *accumulate(query_lens)), (0, *accumulate(key_lens))]
+    return torch.tensor(edges if parents is None else [*edges, (0, *parents)])
 
 
 def packed_attention(
@@ -328,7 +389,8 @@ def packed_attention(
         query: (N, heads, head_dim), where N is the sum of ``segments.query_lens``.
         key, value: (M, kv_heads, head_dim) and (M, kv_heads, value_dim), where M is the sum of ``segments.key_lens``;
             ``heads`` is a multiple of ``kv_heads`` (grouped-query attention).
-            With ``segments.tree`` both are (N, ...), of the rows that the queries are of, and gathered here.
+            With ``segments.tree`` both are (N, ...), of the rows that the queries are of, and gathered here where the form
+            needs it: the blocked one does not.
         window: tokens that a token sees, itself included; None for all before it (sliding windows as in Mistral 7B, arXiv
             2310.06825).
         sinks: (heads,), one more score for each query of a head, of a key whose value is 0 (as in gpt-oss, arXiv
@@ -338,6 +400,8 @@ def packed_attention(
         (N, heads, value_dim)
     """
     if segments.tree is not None:
+        if _takes_blocks(query) and (window is None or window >= max(segments.key_lens)):
+            return blocked_attention(query, key, value, *(segments.query_lens,) * 2, sinks, segments.tree)
         assert segments.key_index is not None, "Segments.of_tree makes one"
         key, value = (take_rows(x, segments.key_index) for x in (key, value))
     if query.is_meta:
@@ -364,11 +428,15 @@ def _whole(
     key_lens: Sequence[int],
     sinks: Tensor | None = None,
 ) -> Tensor:
-    if query.device.type == "cpu" and query.dtype in (torch.float32, torch.float64):
+    if _takes_blocks(query):
         return blocked_attention(query, key, value, query_lens, key_lens, sinks)
     if sinks is not None:
         return windowed_attention(query, key, value, query_lens, key_lens, max(key_lens), sinks)
     return _by_runs(query, key, value, query_lens, key_lens)
+
+
+def _takes_blocks(query: Tensor) -> bool:
+    return query.device.type == "cpu" and query.dtype in (torch.float32, torch.float64)
 
 
 def _windowed_and_whole(
@@ -399,12 +467,22 @@ def _windowed_and_whole(
     return torch.cat(attended)
 
 
+@cache
+def _varlen_kernel() -> tuple[Callable[..., Tensor | tuple[Tensor, Tensor]], bool]:
+    """The kernel, and whether it takes fewer heads of keys than of queries."""
+    # With it comes torch.compile, which would be a second of the start of every command and process.
+    from torch.nn.attention.varlen import varlen_attn
+
+    return varlen_attn, "enable_gqa" in inspect.signature(varlen_attn).parameters
+
+
 def varlen_attention(query: Tensor, key: Tensor, value: Tensor, segments: Segments, window: int | None) -> Tensor:
     """:func:`packed_attention` by the kernel of a GPU, in bfloat16 or float16. Of the lengths only the longest are read."""
     # The kernel aligns the causal mask and the window to the last query and the last key of each segment.
     options: dict[str, Any] = {"window_size": (-1 if window is None else window - 1, 0)}
+    varlen_attn, has_groups = _varlen_kernel()
     if key.shape[1] != query.shape[1]:
-        if _VARLEN_HAS_GQA:
+        if has_groups:
             options["enable_gqa"] = True
         else:
             key, value = _repeat_heads(key, query.shape[1]), _repeat_heads(value, query.shape[1])
@@ -544,21 +622,16 @@ def _attend_on_meta(query: Tensor, value: Tensor, products: int) -> tuple[Tensor
 _OPERATORS.impl("attend_on_meta", _attend_on_meta, "Meta")
 
 
-@register_flop_formula(torch.ops.rl_backend.attend_on_meta, get_raw=True)
-def _flops_on_meta(query: Tensor, value: Tensor, products: int, **_: Any) -> int:
-    return 2 * products
-
-
 ATTENDS = (
-    torch.ops.rl_backend.attend_in_blocks.default,
-    torch.ops.rl_backend.attend_on_meta.default,
-    torch.ops.torch_attn._varlen_attn.default,
-    torch.ops.aten._scaled_dot_product_flash_attention.default,
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
-    torch.ops.aten._scaled_dot_product_efficient_attention.default,
-    torch.ops.aten._scaled_dot_product_cudnn_attention.default,
+    "rl_backend.attend_in_blocks.default",
+    "rl_backend.attend_on_meta.default",
+    "torch_attn._varlen_attn.default",
+    "aten._scaled_dot_product_flash_attention.default",
+    "aten._scaled_dot_product_flash_attention_for_cpu.default",
+    "aten._scaled_dot_product_efficient_attention.default",
+    "aten._scaled_dot_product_cudnn_attention.default",
 )
-"""The operations that :func:`packed_attention` is made of."""
+"""The names of the operations that :func:`packed_attention` is made of."""
 
 
 class _MetaAttention(torch.autograd.Function):

@@ -1,7 +1,7 @@
 """Packed attention as an operator of torch, for compiled code: one operator whatever the lengths of the segments are."""
 
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -9,13 +9,12 @@ from torch import Tensor
 from rl_backend.primitive.attention import (
     Segments,
     attend_in_blocks,
-    blocks_of,
     gradients_in_blocks,
     order_by_length,
     packed_attention,
     varlen_attention,
 )
-from rl_backend.primitive.prefix_tree import take_rows
+from rl_backend.primitive.prefix_tree import PrefixTree, take_rows
 
 
 def has_operator(device: torch.device, dtype: torch.dtype, window: int | None, *, sinks: bool) -> bool:
@@ -38,43 +37,48 @@ def compiled_attention(
         if segments.key_index is not None:
             key, value = (take_rows(x, segments.key_index) for x in (key, value))
         return varlen_attention(query, key, value, segments, window)
-    attended: Tensor = torch.ops.rl_backend.blocked_attention(query, key, value, edges, segments.key_index, sinks)[0]
+    attended: Tensor = torch.ops.rl_backend.blocked_attention(query, key, value, edges, sinks)[0]
     return attended
 
 
-def _lengths(edges: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    queries, keys = (tuple(stop - start for start, stop in pairwise(row)) for row in edges.tolist())
-    return queries, keys
+class _Runs(NamedTuple):
+    query_lens: tuple[int, ...]
+    key_lens: tuple[int, ...]
+    tree: PrefixTree | None
+
+    @classmethod
+    def of(cls, edges: Tensor) -> Self:
+        queries, keys, *parents = edges.tolist()
+        query_lens, key_lens = (tuple(stop - start for start, stop in pairwise(row)) for row in (queries, keys))
+        if not parents:
+            return cls(query_lens, key_lens, None)
+        return cls(query_lens, query_lens, PrefixTree(query_lens, tuple(parents[0][1:]), ends=()))
 
 
 @torch.library.custom_op(
     "rl_backend::blocked_attention",
     mutates_args=(),
-    schema="(Tensor query, Tensor key, Tensor value, Tensor edges, Tensor? rows, Tensor? sinks) -> (Tensor, Tensor)",
+    schema="(Tensor query, Tensor key, Tensor value, Tensor edges, Tensor? sinks) -> (Tensor, Tensor)",
 )
-def _blocked(
-    query: Tensor, key: Tensor, value: Tensor, edges: Tensor, rows: Tensor | None, sinks: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    """What is attended to, and the logarithms of sums of all blocks end to end. ``rows``: of the keys of all segments."""
-    order = order_by_length(*_lengths(edges))
-    key, value = (x if rows is None else take_rows(x, rows) for x in (key, value))
+def _blocked(query: Tensor, key: Tensor, value: Tensor, edges: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
+    """What is attended to, and (N, heads, 1), the logarithms of its sums, in the order that they are computed in."""
+    runs = _Runs.of(edges)
+    order = order_by_length(*runs)
     query, key, value = order.queries.sort(query), order.keys.sort(key), order.keys.sort(value)
-    out, log_sums = attend_in_blocks(query, key, value, order.segments, sinks)
-    return order.queries.restore(out), torch.cat([each.flatten() for each in log_sums])
+    out, log_sums = attend_in_blocks(query, key, value, order.segments, sinks, runs.tree)
+    return order.queries.restore(out), log_sums
 
 
 @_blocked.register_fake
-def _(
-    query: Tensor, key: Tensor, value: Tensor, edges: Tensor, rows: Tensor | None, sinks: Tensor | None
-) -> tuple[Tensor, Tensor]:
+def _(query: Tensor, key: Tensor, value: Tensor, edges: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
     tokens, heads = query.shape[:2]
-    return query.new_empty(tokens, heads, value.shape[-1]), query.new_empty(tokens * heads)
+    return query.new_empty(tokens, heads, value.shape[-1]), query.new_empty(tokens, heads, 1)
 
 
 @torch.library.custom_op(
     "rl_backend::blocked_attention_backward",
     mutates_args=(),
-    schema="(Tensor grad, Tensor query, Tensor key, Tensor value, Tensor out, Tensor log_sums, Tensor edges, Tensor? rows, "
+    schema="(Tensor grad, Tensor query, Tensor key, Tensor value, Tensor out, Tensor log_sums, Tensor edges, "
     "Tensor? sinks) -> (Tensor, Tensor, Tensor, Tensor)",
 )
 def _blocked_backward(
@@ -85,22 +89,15 @@ def _blocked_backward(
     out: Tensor,
     log_sums: Tensor,
     edges: Tensor,
-    rows: Tensor | None,
     sinks: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    order = order_by_length(*_lengths(edges))
-    num_rows = key.shape[0]
-    key, value = (x if rows is None else take_rows(x, rows) for x in (key, value))
+    runs = _Runs.of(edges)
+    order = order_by_length(*runs)
     grad, query, out = (order.queries.sort(x) for x in (grad, query, out))
     key, value = order.keys.sort(key), order.keys.sort(value)
-    blocks = list(blocks_of(query, key, order.segments))
-    parts = log_sums.split([block.batch * block.num_queries * query.shape[1] for block in blocks])
-    of_blocks = [part.view(block.batch * block.kv_heads, -1, 1) for block, part in zip(blocks, parts, strict=True)]
-    found = gradients_in_blocks(grad, query, key, value, out, sinks, order.segments, of_blocks)
-    grad_query, grad_key, grad_value, grad_sinks = found
+    grads = gradients_in_blocks(grad, query, key, value, out, log_sums, sinks, order.segments, runs.tree)
+    grad_query, grad_key, grad_value, grad_sinks = grads
     grad_key, grad_value = (order.keys.restore(x).contiguous() for x in (grad_key, grad_value))
-    if rows is not None:
-        grad_key, grad_value = (x.new_zeros(num_rows, *x.shape[1:]).index_add_(0, rows, x) for x in (grad_key, grad_value))
     of_sinks = query.new_empty(0) if grad_sinks is None else grad_sinks
     return order.queries.restore(grad_query), grad_key, grad_value, of_sinks
 
@@ -114,15 +111,15 @@ def _(
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    query, key, value, edges, rows, sinks = inputs
-    ctx.save_for_backward(query, key, value, *output, edges, rows, sinks)
+    query, key, value, edges, sinks = inputs
+    ctx.save_for_backward(query, key, value, *output, edges, sinks)
 
 
 def _backward(ctx: Any, grad: Tensor, _: Tensor | None) -> tuple[Tensor | None, ...]:
-    *others, rows, sinks = ctx.saved_tensors
-    grads = torch.ops.rl_backend.blocked_attention_backward(grad, *others, rows, sinks)
+    *others, sinks = ctx.saved_tensors
+    grads = torch.ops.rl_backend.blocked_attention_backward(grad, *others, sinks)
     grad_query, grad_key, grad_value, grad_sinks = grads
-    return grad_query, grad_key, grad_value, None, None, None if sinks is None else grad_sinks
+    return grad_query, grad_key, grad_value, None, None if sinks is None else grad_sinks
 
 
 _blocked.register_autograd(_backward, setup_context=_keep)

@@ -20,9 +20,9 @@ class RowOwners(NamedTuple):
     """Whose the rows are that a layer with experts sees."""
 
     of_rows: Tensor  # (T,) int64, place in the others; their length for rows of nobody who adapts experts
-    keys: Sequence[int]  # of each adapter of experts in the pass; the draw is -1 without dropout
-    modules: Sequence[Mapping[str, Factors]]  # of each adapter of experts in the pass; the draw is -1 without dropout
-    draws: Sequence[int]  # of each adapter of experts in the pass; the draw is -1 without dropout
+    keys: Sequence[int]  # the number of each adapter of experts in the pass
+    modules: Sequence[Mapping[str, Factors]]  # what each has
+    draws: Sequence[int]  # of each, -1 without dropout
 
     @property
     def kinds(self) -> int:
@@ -51,8 +51,8 @@ class TokenShare(NamedTuple):
     """Which of the tokens of a micro-batch a layer with experts sees, where tensor-parallel ranks share them out."""
 
     rank: int = 0  # of the ranks, in the order of their tokens
-    copy: int = 0  # which copy of the experts this rank's tokens go to
-    copies: int = 1  # which copy of the experts this rank's tokens go to
+    copy: int = 0  # of the experts, the one that this rank's tokens go to
+    copies: int = 1  # of the experts
 
 
 def row_owners(num_rows: int, share: TokenShare, device: torch.device) -> RowOwners | None:

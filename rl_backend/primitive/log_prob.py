@@ -305,8 +305,8 @@ class VocabularyShard(NamedTuple):
 
     start: int  # first token of this rank's part
     vocab_size: int  # tokens of the whole vocabulary
-    largest_over_ranks: Callable[[Tensor], object]  # reduce a tensor over all ranks of the split, in place
-    sum_over_ranks: Callable[[Tensor], object]  # reduce a tensor over all ranks of the split, in place
+    largest_over_ranks: Callable[[Tensor], object]  # in place, as the next
+    sum_over_ranks: Callable[[Tensor], object]
     gather_over_ranks: Callable[[Tensor], Tensor]  # (N, ...) of each rank -> (ranks * N, ...)
 
 

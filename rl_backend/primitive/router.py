@@ -65,6 +65,7 @@ _TINY = 1e-20
 @dataclass(frozen=True)
 class RouterSettings:
     """The kind of a router: how it scores, chooses and weights experts.
+
     Raises:
         ConfigError: groups that do not share the experts out, or that a token finds too few experts in.
     """

@@ -32,8 +32,8 @@ class Adaptable:
     kinds: Mapping[str, LoRAKind]  # Hugging Face name of a module of the whole model -> what it is part of
     sizes: Mapping[str, tuple[int, int]]  # name -> (inputs, outputs)
     held: Mapping[str, AdaptedModule]  # those that this rank has a part of
-    tensor_group: dist.ProcessGroup  # ranks with parts of one gradient, and ranks with other tokens
-    data_group: dist.ProcessGroup  # ranks with parts of one gradient, and ranks with other tokens
+    tensor_group: dist.ProcessGroup  # ranks with parts of one gradient
+    data_group: dist.ProcessGroup  # ranks with other tokens
     expert_groups: SumGroups | None  # the same for modules of experts; None where the model has none
     whole_group: dist.ProcessGroup  # ranks that have all of the modules together
     refused_by: str = ""  # the setting that rules tenants out, its value and why; empty where there is none

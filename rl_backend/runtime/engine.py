@@ -64,7 +64,7 @@ class Engine[H: GuardedHandle](ABC):
     def shards(self, handle: H, dtype: torch.dtype | None) -> Iterator[contracts.WeightShard]:
         """As :meth:`~rl_backend.runtime.Runtime.export_shards`: each weight is gathered and its rows are dealt out evenly.
 
-        An engine whose ranks hold rectangles of the weights gives these instead, without communication.
+        An engine whose ranks hold one rectangle of each weight gives these instead, without communication.
         """
 
         def dealt_out(name: str, tensor: Tensor) -> contracts.WeightShard:
@@ -74,9 +74,13 @@ class Engine[H: GuardedHandle](ABC):
         weights = self.stream(self.gather_weights(handle, dtype, None, None))
         return (dealt_out(name, tensor) for name, tensor in weights)
 
+    @abstractmethod
+    def parts(self, handle: H, dtype: torch.dtype | None) -> Iterator[contracts.WeightShard]:
+        """As :meth:`~rl_backend.runtime.Runtime.export_shards` with ``held``."""
+
+    @abstractmethod
     def shard_infos(self, handle: H, dtype: torch.dtype | None) -> tuple[contracts.TensorPart, ...]:
-        """What :meth:`shards` gives on all ranks; empty where it gathers."""
-        return ()
+        """What :meth:`parts` gives on all ranks."""
 
     @abstractmethod
     def gather_gradients(self, handle: H, names: Collection[str] | None) -> WeightStream:

@@ -148,9 +148,8 @@ class GuardedRuntime[H: GuardedHandle](Runtime[AnyHandle]):
     ) -> ForwardResult:
         """See the base class. Every rank of a model replica is given the same ``data``.
 
-        After an error in the middle (in the loss, out of memory) backward passes and steps are refused until
-        ``zero_grad``, because
-        gradients are incomplete. An error of one rank alone leaves the others in a collective until that times out.
+        After an error in the middle (in the loss, out of memory) backward passes and steps are refused until ``zero_grad``,
+        because gradients are incomplete. An error of one rank alone leaves the others in a collective until that times out.
         """
         mixed = _is_mixed(handle, data, loss_fn)
         # Sequences of several tenants train these, and leave the handle, their base, as it is.
@@ -236,8 +235,10 @@ class GuardedRuntime[H: GuardedHandle](Runtime[AnyHandle]):
         return self.engine.stream(self._engine_of(handle).gather_weights(handle, dtype, byte_budget, names))
 
     @guarded
-    def export_shards(self, handle: AnyHandle, *, dtype: torch.dtype | None = None) -> Iterator[WeightShard]:
-        return self.engine.shards(cast(H, handle), dtype)
+    def export_shards(
+        self, handle: AnyHandle, *, dtype: torch.dtype | None = None, held: bool = False
+    ) -> Iterator[WeightShard]:
+        return (self.engine.parts if held else self.engine.shards)(cast(H, handle), dtype)
 
     @guarded
     def shard_infos(self, handle: AnyHandle, *, dtype: torch.dtype | None = None) -> tuple[TensorPart, ...]:
@@ -362,7 +363,7 @@ class GuardedRuntime[H: GuardedHandle](Runtime[AnyHandle]):
         tenant = self._tenants[handle]
         if isinstance(tensors, Path | str):
             adapter = read_peft_directory(tensors)
-            given = fitted_to(adapter, tenant.lora, tensors)
+            given = fitted_to(adapter, tenant.lora, tensors, tenant.first_factor)
             if adapter.frozen:
                 self._require_same_weights(tenant.model, adapter.frozen, tensors)
         else:

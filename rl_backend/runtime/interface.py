@@ -225,20 +225,24 @@ class Runtime[H](ABC):
 
     @Atom(ITS_WEIGHTS, takes="models", join=None)
     @_optional
-    def export_shards(self, handle: H, *, dtype: torch.dtype | None = None) -> Iterator[contracts.WeightShard]:
+    def export_shards(
+        self, handle: H, *, dtype: torch.dtype | None = None, held: bool = False
+    ) -> Iterator[contracts.WeightShard]:
         """Yields this rank's share of every weight, in one order on every rank. A tensor is valid until the next one is
         taken.
 
         Args:
             dtype: as for :meth:`export_weights`.
+            held: yields what :meth:`shard_infos` has of this rank instead, several rectangles of a weight or none, and
+                gathers nothing that ranks hold as rectangles.
         """
 
     @Atom(join=None)
     def shard_infos(self, handle: H, *, dtype: torch.dtype | None = None) -> tuple[contracts.TensorPart, ...]:
-        """The rectangles that ``export_shards`` yields on all ranks, each weight once, in the order of ``weight_infos``. The
-        same on every rank. Not a collective.
+        """The rectangles that ``export_shards(held=True)`` yields on all ranks, which are each weight once, in the order of
+        ``weight_infos``. The same on every rank. With ``bridge`` a collective.
 
-        Empty where ranks hold no rectangles of the weights themselves: in ``bridge``, and of a LoRA tenant.
+        Empty of a LoRA tenant, which has no rectangles of merged weights.
         """
         return ()
 

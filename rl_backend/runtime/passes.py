@@ -39,7 +39,7 @@ TOP, CUT = ("top_ids", "top_log_probs"), "was_cut"
 
 
 class PassAdapters(Protocol):
-    """The adapters of a pass; ``heads`` are its outputs, the same for all of its micro-batches and ranks."""
+    """The adapters of a pass."""
 
     heads: Sequence[Head]  # the outputs of the pass, the same for all of its micro-batches and ranks
 
@@ -110,7 +110,7 @@ class PassResults:
     keeps_outputs: bool  # whether this rank is the one of its replica that returns outputs
     _losses: dict[int, Tensor] = field(default_factory=dict)
     _metrics: dict[int, Mapping[str, MetricValue]] = field(default_factory=dict)
-    _outputs: dict[int, Mapping[str, Tensor]] = field(default_factory=dict)
+    _outputs: dict[int, Mapping[str, list[Tensor]]] = field(default_factory=dict)
     _computed: dict[int, Metric] = field(default_factory=dict)
 
     def add(self, index: int, batch: PackedBatch, output: ModelOutput, computed: int | None = None) -> Tensor | None:
@@ -136,8 +136,10 @@ class PassResults:
         if computed is not None:
             self._computed[index] = Metric(computed, batch.num_tokens)
         if self.keeps_outputs:
+            # Copies: a loss may change what it is given, and a view would keep the outputs of the whole micro-batch.
             # Detached: the graph of a micro-batch must not outlive its backward pass.
-            self._outputs[index] = {name: value.detach() for name, value in output._asdict().items() if value is not None}
+            given = {name: value.detach() for name, value in output._asdict().items() if value is not None}
+            self._outputs[index] = {name: [part.clone() for part in batch.split(value)] for name, value in given.items()}
         if self.request.loss_fn is None:
             return None
         loss, metrics = self.request.loss_fn(output, batch, self.dp_group)
@@ -148,11 +150,10 @@ class PassResults:
         return loss
 
     def result(self, routes: Mapping[str, list[Tensor]]) -> ForwardResult:
-        data, outputs = self.request.data, dict[str, list[Tensor]]()
+        outputs = dict[str, list[Tensor]]()
         for index in sorted(self._outputs):
-            for name, value in self._outputs[index].items():
-                # Copies: a view would keep the outputs of the whole micro-batch.
-                outputs.setdefault(name, []).extend(part.clone() for part in data[index].split(value))
+            for name, parts in self._outputs[index].items():
+                outputs.setdefault(name, []).extend(parts)
         # In the order of the request: a pipeline computes them in another.
         losses = [self._losses[index] for index in sorted(self._losses)]
         computed = merge_metrics([{TOKENS_COMPUTED: each} for each in self._computed.values()])

@@ -123,9 +123,9 @@ def check_manifest(manifest: WeightManifest, expected: ExpectedWeights, *, engin
 ALIGNMENT = 64
 
 
-def plan_layout(tensors: Iterable[TensorInfo]) -> tuple[tuple[TensorInfo, ...], int]:
+def plan_layout[I: TensorInfo](tensors: Iterable[I]) -> tuple[tuple[I, ...], int]:
     """The tensors with aligned offsets, in order, and the bytes that the buffer needs (at least one alignment unit)."""
-    placed: list[TensorInfo] = []
+    placed: list[I] = []
     end = 0
     for tensor in tensors:
         placed.append(tensor.replace(offset=end))
@@ -213,10 +213,10 @@ def check_staged(
         WeightCheckError: tensors that lie outside the buffer, overlap, have another digest, or hold NaN or infinity; or
             rectangles that are not the tensors, every element once.
     """
-    _check_places(buffer, manifest.tensors)
+    _check_places(buffer, manifest.placed)
     if manifest.parts:
         # What no rectangle covers is what the buffer held before, and has no digest.
-        require_covered(manifest.tensors, manifest.parts)
+        require_covered(manifest.placed, manifest.parts)
     found = intact or {}
     left = [info for info in manifest.pieces if found.get(str(info)) != info]
     inspections = _inspect(buffer, left, threads)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -11,10 +11,19 @@ import pytest
 import torch
 from torch import Tensor
 
-from rl_backend.contracts import ModelOutput, PackedBatch
+from rl_backend.contracts import LossFn, ModelOutput, PackedBatch
 from tests.support.checkpoint_layouts import Layout, bridge, native
 from tests.support.models import write_tiny_qwen3
-from tests.support.native import LENGTHS, assert_near, deal, micro_batches, relative_difference
+from tests.support.native import (
+    LENGTHS,
+    assert_near,
+    deal,
+    gradients,
+    micro_batches,
+    open_runtime,
+    relative_difference,
+    token_loss,
+)
 from tests.support.rank_pool import RankPool
 
 SPLIT = [[0, 1], [2, 3], [4, 5], [6, 7]]
@@ -96,3 +105,29 @@ def test_entropies_and_temperatures_of_sequences_do_not_depend_on_the_layout(
         assert found.keys() == set(range(len(LENGTHS)))
         for index, value in found.items():
             torch.testing.assert_close(value, getattr(on_one_rank, name)[index], rtol=1e-5, atol=1e-5)
+
+
+def doubled_in_place(model_output: ModelOutput, data: PackedBatch, dp_group: Any = None) -> Any:
+    """Twice :func:`~tests.support.native.token_loss`, in the memory of the outputs."""
+    assert model_output.log_probs is not None
+    loss = -model_output.log_probs.mul_(2.0 * data.token_field("loss_mask")).sum()
+    return loss / data.meta["batch_num_tokens"] * data.meta["dp_size"], {}
+
+
+def in_place_job(model: str, loss_fn: LossFn) -> tuple[Mapping[str, Tensor], Sequence[Tensor]]:
+    """Whole gradients, and the outputs of this rank."""
+    with open_runtime(model) as runtime:
+        handle = runtime.build_model()
+        mine = deal(SPLIT, handle.data_parallel_size)[handle.data_parallel_rank]
+        result = runtime.forward_backward(handle, micro_batches(mine, dp_size=handle.data_parallel_size), loss_fn)
+        return gradients(handle), result.output("log_probs")
+
+
+def test_a_loss_may_change_the_outputs_that_it_is_given(ranks: RankPool, model: Path) -> None:
+    for world_size in (1, 2):
+        expected, found = (
+            ranks.run(in_place_job, str(model), each, world_size=world_size) for each in (token_loss, doubled_in_place)
+        )
+        for (once, told), (twice, told_again) in zip(expected, found, strict=True):
+            assert_near(twice, {name: 2.0 * value for name, value in once.items()}, 1e-6)
+            assert all(torch.equal(*pair) for pair in zip(told, told_again, strict=True))

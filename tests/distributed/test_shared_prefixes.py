@@ -49,13 +49,14 @@ LAYOUTS: Mapping[str, tuple[int, Mapping[str, int], Mapping[str, Any]]] = {
     "1f1b": (2, {"pp": 2}, {}),
     "zb-h1": (2, {"pp": 2}, {"pipeline_schedule": "zb-h1"}),
     "zbv": (2, {"pp": 2, "vpp": 2}, {"pipeline_schedule": "zbv"}),
+    "cp2": (2, {"cp": 2}, {}),
 }
 """Ranks, sizes and other settings."""
 CELLS = [
     (model, layout)
     for model, (_, _, options) in MODELS.items()
     for layout, (_, parallel, _) in LAYOUTS.items()
-    if options or "ep" not in parallel
+    if (options or "ep" not in parallel) and "cp" not in parallel
 ]
 QUICK = (
     *(("full", "dp2"), ("full", "zbv"), ("sinks", "zb-h1"), ("mixture", "ep2")),
@@ -68,7 +69,7 @@ class Run(NamedTuple):
     log_probs: list[Tensor]
     gradients: dict[str, Tensor]
     weights: dict[str, Tensor]
-    computed: float  # tokens, for one of the batch
+    computed: float  # tokens, for one of the batch; 0 where they are not counted
 
 
 def train_job(path: str, model: str, layout: str) -> list[Run]:
@@ -96,7 +97,7 @@ def train(path: str, model: str, layout: str, share: str) -> Run:
                 for place, ids in enumerate(sequences_of_a_tree(10 * handle.data_parallel_rank + micro_batch))
             ]
             batches.append(pack(rows, {"batch_num_tokens": 100.0, "dp_size": handle.data_parallel_size}))
-        run = Run([], [], {}, {}, 1.0)
+        run = Run([], [], {}, {}, 0.0)
         for step in range(STEPS):
             runtime.zero_grad(handle)
             result = runtime.forward_backward(handle, batches, token_loss)
@@ -135,4 +136,13 @@ def test_layouts_train_as_with_whole_sequences(
         torch.testing.assert_close(shared.log_probs, alone.log_probs, rtol=0.0, atol=1e-10)
         assert_near(shared.gradients, alone.gradients, 1e-10)
         assert_near(shared.weights, alone.weights, 1e-8)
-    assert {alone.computed for alone, _ in found} == {1.0} and min(shared.computed for _, shared in found) < 0.7
+        assert alone.computed == 0.0 and 0.0 < shared.computed < 1.0
+    assert min(shared.computed for _, shared in found) < 0.7
+
+
+@pytest.mark.shows("runtime: ranks with context parallelism compute every sequence by itself, as tokens_computed says")
+def test_context_parallelism_computes_whole_sequences(ranks: RankPool, written: Callable[[str], Path]) -> None:
+    for alone, shared in ranks.run(train_job, str(written("full")), "full", "cp2", world_size=2):
+        assert (alone.computed, shared.computed) == (0.0, 1.0) and shared.losses == alone.losses
+        for name, weight in shared.weights.items():
+            assert torch.equal(weight, alone.weights[name])

@@ -10,8 +10,6 @@ from pathlib import Path
 # Every engine that samples would compile a function of vLLM's sampler, and that takes as long as its start. The examples
 # that test_copied_examples.py runs as their users do compile it.
 os.environ.setdefault("TORCH_COMPILE_DISABLE", "1")
-# As many workers as a cluster has CPUs; the actors here have environments of their own and take none of them.
-os.environ.setdefault("RAY_prestart_worker_first_driver", "0")
 
 import pytest
 import ray

@@ -106,7 +106,7 @@ def test_a_run_that_loses_a_node_ends_and_says_so(
 ) -> None:
     """The last test of this module: the cluster has one node afterwards."""
     process, _ = spread_run
-    two_nodes.remove_second_node()
+    two_nodes.remove_last_node()
     removed = time.monotonic()
     output, _ = process.communicate(timeout=LOST_SECONDS)
     assert time.monotonic() - removed < LOST_SECONDS

@@ -24,6 +24,7 @@ from actors.run import RunResult
 from actors.run.session import Session
 from actors.sync.push import WeightSync
 from actors.sync.staged_transports import TransportName
+from actors.wire.segment import shared_files
 from examples import grpo
 from rl_backend.contracts import EngineDeadError
 from tests.support.engines import GroupOfWorkers, GroupWithoutVllm
@@ -187,6 +188,9 @@ def test_an_engine_whose_worker_is_lost_is_replaced_and_answers_what_it_was_aske
         heard, old = Heard(group), process_of(group, 0)
         workers: list[Process] = group.engine_set.call("worker_processes")[0]
         assert len(workers) == 2
+        # A process that is killed does not remove them.
+        names = {path.name for process in [old, *workers] for path in shared_files(process.pid)}
+        assert all(name.startswith("rl_backend") for name in names)
         pending = group.submit(PROMPTS, LONG, seeds=range(4))
         time.sleep(0.3)
         began = time.monotonic()

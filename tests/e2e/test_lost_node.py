@@ -42,7 +42,7 @@ def test_a_run_that_loses_a_node_goes_on_with_fewer_ranks_and_grows_again(task: 
         process = cluster.python("-m", "tests.support.lost_node_run", *options(task, tmp_path / "run", **spread, **saves))
         try:
             until(lambda: len(steps_of(tmp_path / "run")) >= 5, process)
-            cluster.remove_second_node()
+            cluster.remove_last_node()
             until(lambda: len(steps_of(tmp_path / "run")) >= RETURNED, process)
             cluster.add_another_node()
             output, _ = process.communicate(timeout=_SECONDS)

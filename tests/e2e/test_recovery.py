@@ -34,7 +34,8 @@ type Disturb = Callable[[Session], None]
 
 def lines(folder: Path) -> list[dict[str, Any]]:
     found = [of_the_run(json.loads(line)) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [{name: value for name, value in line.items() if not name.startswith("recovery/")} for line in found]
+    events = ("recovery/", "warnings")
+    return [{name: value for name, value in line.items() if not name.startswith(events)} for line in found]
 
 
 def recoveries(folder: Path) -> list[dict[str, float]]:

@@ -251,7 +251,7 @@ def test_a_server_that_is_killed_serves_again_and_a_client_continues(model: Path
         path = training.save_state("kept").result().path
         before = training.forward(data, "cross_entropy").result().metrics["loss:sum"]
         (server,) = (
-            each for each in psutil.Process(supervised.process.pid).children() if "spawn_main" in " ".join(each.cmdline())
+            each for each in psutil.Process(supervised.process.pid).children() if " serve " in " ".join(each.cmdline())
         )
         server.kill()
         killed = time.monotonic()

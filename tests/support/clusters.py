@@ -98,31 +98,56 @@ class OwnCluster:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def close(self) -> None:
         self._ending.close()
 
 
 class TwoNodes(OwnCluster):
     """:mod:`tests.support.two_nodes`; drivers connect by ``RAY_ADDRESS``.
 
+    Args:
+        apart: in a network of its own, whose links can be cut; drivers are started with :attr:`inside`.
+
     Attributes:
         nodes: ids of the two nodes with CPUs.
+        inside: what a command is started with that is to be in the cluster's network.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, apart: bool = False) -> None:
         super().__init__()
-        self._start([sys.executable, "-m", "tests.support.two_nodes", self.folder], subprocess.PIPE)
+        self._last = 2
+        self.inside: tuple[str, ...] = ()
+        # Rules before the one that leads to this machine's own addresses need its place.
+        network = 'ip link set lo up && ip rule add pref 9 lookup local && ip rule del pref 0 && exec "$@"'
+        around = ("unshare", "--net", "sh", "-c", network, "sh") if apart else ()
+        script = (sys.executable, "-m", "tests.support.two_nodes")
+        self._start([*around, *script, self.folder, self._address], subprocess.PIPE)
         assert self._process.stdout is not None
         found = json.loads(self._process.stdout.readline())
         self.nodes: list[str] = found["nodes"]
         self.environment["RAY_ADDRESS"] = found["address"]
+        if apart:
+            self.inside = ("nsenter", f"--net=/proc/{self._process.pid}/ns/net")
 
-    def remove_second_node(self) -> None:
-        """Kills the second node's raylet and all that runs under it."""
+    @property
+    def _address(self) -> str:
+        """Of the last node: not the others', as on another machine, so what meets over both goes through a gate."""
+        return f"127.0.0.{self._last}"
+
+    def remove_last_node(self) -> None:
+        """Kills the last node's raylet and all that runs under it."""
         self._tell("remove")
 
+    def cut_last_node_off(self) -> None:
+        """From now on nothing that is sent to the last node's address arrives, on old connections too."""
+        subprocess.run((*self.inside, "ip", "rule", "add", "pref", "1", "to", self._address, "blackhole"), check=True)
+
     def add_another_node(self) -> None:
-        """In the place of the one that was removed."""
-        self._tell("add")
+        """In the place of one that was lost."""
+        self._last += 1
+        self._tell(f"add {self._address}")
 
     def _tell(self, what: str) -> None:
         assert self._process.stdin is not None

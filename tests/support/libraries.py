@@ -50,6 +50,11 @@ def cookbook() -> Path:
     return _importable("cookbook")
 
 
+def recipes() -> Path:
+    """The same of what recipes of tinker-cookbook need besides."""
+    return _importable("recipes")
+
+
 def sdk_path(older: bool) -> str:
     """What ``PYTHONPATH`` has for a process with the cookbook's version of Tinker's SDK, or with an older one."""
     return os.pathsep.join(str(each) for each in (*([_folder("older_tinker")] if older else []), _folder("cookbook")))

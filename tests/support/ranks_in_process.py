@@ -79,7 +79,7 @@ class RankHere:
 
     def collect(self, title: str, number: int, refs: Sequence[Any], timeout: float | None) -> list[Any]:
         if refs[0] is DIES:
-            raise GroupFailedError(f"rank 0 died during {title}; {recovery.AFTERWARDS}")
+            raise GroupFailedError(f"rank 0 died during {title}; {recovery.AFTERWARDS}", memory="engine 3 GB")
         if isinstance(refs[0], Exception):
             raise refs[0]
         return list(refs)

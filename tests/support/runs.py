@@ -73,7 +73,9 @@ def differences(found: Mapping[str, Any], wanted: Mapping[str, Any]) -> list[str
 
 
 def _compared(line: Mapping[str, Any]) -> dict[str, Any]:
-    left = {name: value for name, value in of_the_run(line).items() if not name.startswith(_NOT_COMPARED)}
+    kept = {name: value for name, value in of_the_run(line).items() if not name.startswith(_NOT_COMPARED)}
+    # An episode's.
+    left = {name: value for name, value in kept.items() if name != "seconds" and not name.endswith("_seconds")}
     return {name: _compared(value) if isinstance(value, Mapping) else value for name, value in left.items()}
 
 

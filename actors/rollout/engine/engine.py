@@ -23,7 +23,7 @@ from actors.rollout.engine.step_loop import Completion, Stepper, Stretch
 from actors.rollout.engine.weights import WeightReceiver
 from actors.rollout.messages import EngineInfo, Request, Response, WakePart, prompt_problem, routes_of
 from actors.rollout.placement import NodePlace
-from actors.wire.segment import host_identity, remove_stale_segments
+from actors.wire.segment import drop_names, host_identity, remove_stale_segments
 from rl_backend.contracts import BatchError, ConfigError, RLBackendError, RolloutError, UnsupportedError
 from rl_backend.trace.recorder import TraceBatch, recorder
 
@@ -126,6 +126,7 @@ class RolloutEngine:
         self._weights = WeightReceiver(self._vllm, self._adapters.load_again)
         self._turns = TurnQueue(self._vllm)
 
+    weight_reads = _answered_by("_weights", WeightReceiver.weight_reads)
     make_segment = _answered_by("_weights", WeightReceiver.make_segment)
     forget_segment = _answered_by("_weights", WeightReceiver.forget_segment)
     join_gloo = _answered_by("_weights", WeightReceiver.join_gloo)
@@ -165,6 +166,8 @@ class RolloutEngine:
         self._vllm.start(place, self, _make_stepper)
         processes = self._vllm.ask_workers("process")
         self._vllm.workers.watch([process for process in processes if process.pid != os.getpid()])
+        # All of them have it by now.
+        drop_names([os.getpid(), *(process.pid for process in processes)])
         return self.describe()
 
     def describe(self) -> EngineInfo:
@@ -201,11 +204,16 @@ class RolloutEngine:
         """How long it has served and ended no request; 0 while it sleeps, or waits for the end of a push."""
         return self._vllm.loop.seconds_without_progress
 
-    def pulse(self) -> None:
-        """Answers a heartbeat; raises the error of an engine that is dirty, or has lost a worker or its step loop."""
-        self._vllm.workers.check()
-        self._vllm.loop.check()
-        self._vllm.serving.check_clean()
+    def pulse(self) -> RLBackendError | None:
+        """Answers a heartbeat, with the error of an engine that is dirty, or has lost a worker or its step loop."""
+        # Not raised: Ray prints errors that nobody reads, as of an engine that was replaced meanwhile.
+        try:
+            self._vllm.workers.check()
+            self._vllm.loop.check()
+            self._vllm.serving.check_clean()
+        except RLBackendError as error:
+            return error
+        return None
 
     def take_trace(self, stop: bool = False) -> TraceBatch:
         return recorder.take_batch(stop=stop)

@@ -28,6 +28,7 @@ from rl_backend.contracts import (
 from rl_backend.trace.recorder import span
 from rl_backend.weights.changes import Patch, apply_patch, empty_table, payload_bytes
 from rl_backend.weights.staging import check_manifest, check_staged, find_intact, read_tensor
+from rl_backend.weights.tiles import Reads, require_tiles
 
 
 class WeightReceiver:
@@ -47,6 +48,17 @@ class WeightReceiver:
         self._verified: WeightManifest | None = None
         self._push = self._ended_push = ""
         self._intact: dict[str, TensorInfo] = {}
+        self._reads: tuple[Reads, ...] | None = None
+
+    def weight_reads(self) -> tuple[Reads, ...]:
+        """What the loaders of each worker read of the weights that it is sent; found out once, without any weights."""
+        if self._reads is None:
+            self._vllm.serving.check("take weights")
+            expected = self._vllm.expected
+            with span("record reads", "weights"):
+                found = self._vllm.ask_workers("weight_reads", [*expected.required.values(), *expected.optional.values()])
+            self._reads = tuple(found)
+        return self._reads
 
     def make_segment(self, nbytes: int) -> Segment:
         if self._own_segment is None or self._own_segment.nbytes < nbytes:
@@ -144,6 +156,8 @@ class WeightReceiver:
         self._verified, self._push, self._intact, self._ended_push = None, "", {}, push
         with span("verify", "weights", weight_version=manifest.version, nbytes=manifest.nbytes):
             self.check_manifest(manifest)
+            if manifest.tiles:
+                require_tiles(manifest, self.weight_reads(), engine=self._vllm.name)
             threads = max(len(self._vllm.cores), 1)
             check_staged(self._map(segment), manifest, engine=self._vllm.name, threads=threads, intact=intact)
         self._verified = manifest
@@ -165,8 +179,9 @@ class WeightReceiver:
                 f"{self._vllm.name}: weights of version {version} were not verified", engine=self._vllm.name
             )
         self.begin_update()
-        # Rectangles are put together and verified: workers take whole tensors.
-        self.update({"manifest": manifest.replace(parts=()).model_dump_json()})
+        # What ranks sent is put together and verified: workers take tiles, or whole tensors.
+        placed = {"tensors": ()} if manifest.tiles else {}
+        self.update({"manifest": manifest.replace(parts=(), **placed).model_dump_json()})
         self.finish_update(version)
         return time.perf_counter() - started
 

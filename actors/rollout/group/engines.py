@@ -150,13 +150,13 @@ class EngineSet:
         return RolloutError("the rollout group is closed")
 
     def call(
-        self, method: str, *args: Any, each: Callable[[int], tuple[Any, ...]] | None = None, timeout: float = 600.0
+        self, method: str, *args: Any, each: Callable[[int], tuple[Any, ...]] | None = None, timeout: float | None = None
     ) -> dict[int, Any]:
         """Calls a method of every living engine at once; each engine's result, or its error as a value.
 
         Args:
             each: further arguments by engine number.
-            timeout: seconds after which an engine counts as dead.
+            timeout: seconds after which an engine counts as dead; None takes ``call_timeout`` of the configuration.
         """
         return self.gather(self.start_call(method, *args, each=each), timeout)
 
@@ -167,8 +167,8 @@ class EngineSet:
             for engine, actor in self.living().items()
         }
 
-    def gather(self, calls: dict[int, Any], timeout: float = 600.0) -> dict[int, Any]:
-        actors = dict(self._actors)
+    def gather(self, calls: dict[int, Any], timeout: float | None = None) -> dict[int, Any]:
+        actors, timeout = dict(self._actors), self.config.call_timeout if timeout is None else timeout
         outcomes = collect(calls, {engine: engine_name(engine) for engine in calls}, timeout)
         for engine, outcome in outcomes.items():
             if engine in actors:

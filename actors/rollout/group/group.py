@@ -287,7 +287,7 @@ class RolloutGroup:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _tell(self, method: str, *args: Any, timeout: float = 600.0) -> None:
+    def _tell(self, method: str, *args: Any, timeout: float | None = None) -> None:
         with self.engine_set.updating():
             raise_failures(self.engine_set.call(method, *args, timeout=timeout))
 

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
+from vllm.distributed import get_tensor_model_parallel_rank
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
     WeightTransferInitInfo,
@@ -40,16 +41,19 @@ from actors.rollout.vllm.patches import (
     load_through_loaders,
     multiply_adapters_once_for_all_rows,
     name_weight_loaders,
+    normalise_log_probs_again,
     packing_embeddings_again,
     packing_experts_again,
     rotate_views_outside_the_kernel,
     route_by_sigmoid_without_groups,
     turn_generators_back,
 )
+from actors.rollout.vllm.reads import record_reads, stand_ins
 from actors.wire.segment import map_segment
 from rl_backend.checkpoint.hf_reader import HFReader
-from rl_backend.contracts import WeightManifest, name_of_dtype
+from rl_backend.contracts import TensorInfo, WeightManifest, name_of_dtype
 from rl_backend.weights.staging import read_tensor
+from rl_backend.weights.tiles import Box
 
 BACKEND = "rl_backend"
 """Name under which vLLM's ``WeightTransferConfig`` finds :class:`SwitchingWeightTransferEngine`."""
@@ -97,7 +101,11 @@ class StagedWeightTransferEngine(WeightTransferEngine[StagedInitInfo, StagedUpda
     def receive_weights(self, update_info: StagedUpdateInfo) -> None:
         assert self._buffer is not None, "init_transfer_engine() comes before"
         buffer, manifest = self._buffer, WeightManifest.model_validate_json(update_info.manifest)
-        self.model.load_weights((info.name, read_tensor(buffer, info)) for info in manifest.tensors)
+        self.model.load_weights(
+            stand_ins(manifest.tiles, buffer, get_tensor_model_parallel_rank())
+            if manifest.tiles
+            else ((info.name, read_tensor(buffer, info)) for info in manifest.tensors)
+        )
 
     def finish_weight_update(self) -> None:
         finalize_layerwise_reload(self.model, self.model_config)
@@ -188,6 +196,9 @@ class WorkerExtension:
             {name: mapper._map_name(name) if mapper else name for name in checkpoint},
         )
 
+    def weight_reads(self, infos: Sequence[TensorInfo]) -> dict[str, tuple[Box, ...]]:
+        return record_reads(self.model_runner.get_model(), infos)
+
     def process(self) -> Process:
         return Process.of(os.getpid())
 
@@ -238,3 +249,4 @@ if BACKEND not in WeightTransferEngineFactory._registry:
     multiply_adapters_once_for_all_rows()
     turn_generators_back()
     draw_one_number_for_a_token()
+    normalise_log_probs_again()

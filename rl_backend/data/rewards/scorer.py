@@ -262,6 +262,8 @@ class RewardScorer:
             found = result if isinstance(result, _Failure) else _Result(score_value(result), *beside_the_score(result))
         except BatchError as error:
             found = _Failure(error.message.removeprefix("the reward function "), error.__cause__)
+        except (Exception, SystemExit) as error:  # noqa: BLE001, what was returned may have code of its own
+            found = _failure(Raised(error))
         if isinstance(found, _Failure) and self.on_failure == "stop":
             message = f"{self._describe(call, index, found)}; correct it, or set on_reward_failure to zero or drop"
             raise RewardError(message, function=self.rewards[index].spec) from found.error

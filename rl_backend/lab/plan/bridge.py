@@ -9,6 +9,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import MISSING, fields, replace
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -16,7 +17,15 @@ import torch
 
 from rl_backend.contracts import NativeConfig, PackedWeight, RuntimeConfig, TensorInfo, UnsupportedError
 from rl_backend.lab.plan.memory import ParameterSize, RankMemory, Workload
-from rl_backend.lab.plan.native import StageMemory, most_in_flight, rank_actions, rank_stages, weights_to_sync
+from rl_backend.lab.plan.native import (
+    StageMemory,
+    layouts_of,
+    most_in_flight,
+    rank_actions,
+    rank_stages,
+    sent_by_rank,
+    weights_to_sync,
+)
 from rl_backend.model.decoder_spec import DecoderSpec
 from rl_backend.model.feedforward.dense import SwiGLUSpec
 from rl_backend.model.feedforward.moe import MoESpec
@@ -81,8 +90,12 @@ def bridge_memory(
         }
         taken = vars(most_in_flight(passes, measured)) | _buffers(options, num_ranks, experts, chunks)
         found.append(RankMemory(logits_chunk=stages.logits_chunk, sync_bucket=bucket, **taken))
-    # Ranks gather whole tensors, which the first sends.
-    return found, weights, lambda: [sum(weight.nbytes for weight in weights), *([0] * (num_ranks - 1))]
+    # Data-parallel ranks, which are the first dimension of both meshes, have copies here.
+    layouts = {
+        name: layout._replace(shards=replace(layout.shards, cuts=tuple(cut for cut in layout.shards.cuts if cut[0])))
+        for name, layout in layouts_of(ranks).items()
+    }
+    return found, weights, partial(sent_by_rank, model, layouts, num_ranks, workload.sync_dtype)
 
 
 class LocalLayers:

@@ -187,6 +187,7 @@ _FLOPS: Mapping[Any, Callable[..., int]] = {
     torch.ops.aten.addmm_: flop_registry[torch.ops.aten.addmm],
     # Of (..., N, N) and (..., N, M): a multiplication and an addition for each element below or on the diagonal.
     torch.ops.aten.linalg_solve_triangular: lambda matrix, *_, out_val, **__: out_val.numel() * matrix.shape[-1],
+    torch.ops.rl_backend.attend_on_meta: lambda query, value, products, **_: 2 * products,
 }
 
 
@@ -302,14 +303,18 @@ def native_memory(
                 **vars(most_in_flight(passes, stages.measured)),
             )
         )
-    layouts = {
+    return found, weights, partial(sent_by_rank, model, layouts_of(ranks), num_ranks, workload.sync_dtype)
+
+
+def layouts_of(ranks: Sequence[RankStages]) -> dict[str, TensorLayout]:
+    """Of each parameter, by its name in the module."""
+    return {
         name: TensorLayout(size.layout, torch.float32, size.in_float32)
         for rank in ranks
         for stage in rank.sharded.values()
         for name, size in stage.parameters.items()
         if size.layout is not None
     }
-    return found, weights, partial(sent_by_rank, model, layouts, num_ranks, workload.sync_dtype)
 
 
 def why_prompts_are_repeated(model: ModelDescription, native: NativeConfig, workload: Workload) -> str:
@@ -428,7 +433,7 @@ def weights_to_sync(model: ModelDescription, ranks: Sequence[RankStages], worklo
 
 
 def sent_by_rank(model: ModelDescription, layouts: Mapping[str, TensorLayout], num_ranks: int, sync_dtype: str) -> list[int]:
-    """Bytes of ``export_shards``."""
+    """Bytes of ``export_shards(held=True)``."""
     dtype, sent = getattr(torch, sync_dtype), [0] * num_ranks
     for weight in sharded_weights({}, model.weight_names, layouts, dtype=dtype, only=None):
         for part in weight.parts:

@@ -14,12 +14,12 @@ from markupsafe import Markup
 from rl_backend.lab.picture import render, template_text
 from rl_backend.lab.report.charts import EACH_STEP, Chart, charts_for, draw_chart, draw_phases
 from rl_backend.lab.report.run_data import PHASE, RunData, Sample, read_run
-from rl_backend.lab.text import as_number, duration, short
+from rl_backend.lab.text import as_number, count, duration, short
 
 FILE_NAME = "report.html"
 MOST_CHARTS = 120
 # Begin the names of metrics of what befell processes.
-EVENTS, MOST_EVENTS = ("recovery/", "engines/"), 100
+EVENTS, MOST_EVENTS = ("recovery/", "engines/", "reshape/"), 100
 # Points of all curves, which bounds the size of the file, and limits of one curve.
 ALL_POINTS, MOST_POINTS, FEWEST_POINTS = 12_000, 300, 40
 
@@ -181,7 +181,7 @@ def draw_samples(kind: str, first: Sequence[Sample], last: Sequence[Sample]) -> 
     for samples in filter(None, (first, last)):
         rewards = _rewards(samples)
         mean = f", mean reward {short(sum(rewards) / len(rewards))}" if rewards else ""
-        heads.append((_step(samples), f"{len(samples)} samples{mean}"))
+        heads.append((_step(samples), f"the first {count(len(samples), 'sample')}{mean}"))
     return render("samples.html", kind=kind, both=bool(last), note=note, heads=heads, rows=rows, most=CHARACTERS)
 
 

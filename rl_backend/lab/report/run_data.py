@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from rl_backend.lab.text import as_number
 
@@ -20,7 +20,7 @@ PHASE = "seconds/"
 TENANT = "tenant/"
 # In a line of metrics.jsonl: what the run warned of in that step.
 WARNINGS = "warnings"
-# Read from either end of a file of samples, which may have gigabytes.
+# Read of the first step and of the last in a file of samples, which may have gigabytes.
 SAMPLE_BYTES = 4 * 2**20
 
 
@@ -49,7 +49,7 @@ class RunData:
         run: of ``run.json``; its ``state`` is "killed" where that says "running" and no process holds the folder any more.
         metrics: name -> its series.
         steps: number of those taken, ``span`` the first and the last that have metrics; 0 is before training.
-        samples: of the first step that has some and of the last; the second is empty when that is the same step.
+        samples: the first of the first step that has some and of the last; the second is empty when that is the same step.
         held_out: the same of the held-out prompts; the first are of step 0, before training.
         warnings: sentences that the run has said, in the order of its steps.
         problems: what could not be read.
@@ -163,18 +163,49 @@ def _read_samples(data: RunData, name: str) -> FirstAndLast:
         return (), ()
     size = path.stat().st_size
     with path.open("rb") as file:
-        head = file.read(SAMPLE_BYTES).decode("utf-8", "replace").split("\n")
-        whole = size <= SAMPLE_BYTES
-        first = list(_objects(data, name, head if whole else head[:-1]))
-        last = first
-        if not whole:
-            file.seek(size - SAMPLE_BYTES)
-            last = list(_objects(data, f"end of {name}", file.read().decode("utf-8", "replace").split("\n")[1:]))
+        first = last = list(_objects(data, name, _lines(file, 0, size)))
+        if size > SAMPLE_BYTES:
+            last = list(_objects(data, f"end of {name}", _lines(file, size - SAMPLE_BYTES, size)))
     first_step, last_step = (first[0][0] if first else None), (last[-1][0] if last else None)
+    if last_step is not None and last[0][0] == last_step != first_step:
+        # From its beginning: of a set that is answered again the same prompts come first.
+        with path.open("rb") as file:
+            last = list(_objects(data, f"end of {name}", _lines(file, _begin_of(file, last_step, size), size)))
     return (
         [sample for step, sample in first if step == first_step],
         [sample for step, sample in last if step == last_step != first_step],
     )
+
+
+def _lines(file: BinaryIO, begin: int, size: int) -> list[str]:
+    """Whole lines from a byte on, ``SAMPLE_BYTES`` at most."""
+    file.seek(max(begin - 1, 0))
+    found = file.read(SAMPLE_BYTES).decode("utf-8", "replace").split("\n")
+    return found[1 if begin else 0 : None if file.tell() >= size else -1]
+
+
+def _begin_of(file: BinaryIO, last_step: int, size: int) -> int:
+    """The first byte of the lines of the last step, by halves: steps only rise."""
+    low, high = 0, size
+    while low < high:
+        middle = (low + high) // 2
+        file.seek(max(middle - 1, 0))
+        if middle:
+            file.readline()
+        # A line that cannot be read says nothing; the next one does.
+        steps = (_step(line) for line in iter(file.readline, b""))
+        if next((step for step in steps if step is not None), last_step) == last_step:
+            high = middle
+        else:
+            low = middle + 1
+    return low
+
+
+def _step(line: bytes) -> int | None:
+    try:
+        return int(json.loads(line)["step"])
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return None
 
 
 def _objects(data: RunData, name: str, lines: list[str]) -> Iterator[tuple[int, dict[str, Any]]]:

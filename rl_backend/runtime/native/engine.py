@@ -73,6 +73,9 @@ class NativeEngine(Engine[NativeHandle]):
     def shards(self, handle: NativeHandle, dtype: torch.dtype | None) -> Iterator[WeightShard]:
         return export_shards(handle, dtype)
 
+    def parts(self, handle: NativeHandle, dtype: torch.dtype | None) -> Iterator[WeightShard]:
+        return (shard for shard in export_shards(handle, dtype) if shard.tensor.numel())
+
     def shard_infos(self, handle: NativeHandle, dtype: torch.dtype | None) -> tuple[TensorPart, ...]:
         return shard_infos(handle, dtype)
 

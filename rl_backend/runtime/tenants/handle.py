@@ -28,7 +28,7 @@ from rl_backend.contracts import (
 from rl_backend.contracts.atoms import Part
 from rl_backend.contracts.lora import PEFT_PREFIX, LoRAConfig, LoRAInfo, LoRAKind
 from rl_backend.lora.modules import AdaptedModule
-from rl_backend.lora.rows import Section, TenantRows, factors_of_rank, head_parameters
+from rl_backend.lora.rows import RowTensor, Section, TenantRows, factors_of_rank, head_parameters, initial_factor
 from rl_backend.parallel.collectives import all_gather
 from rl_backend.runtime.adaptable import Adaptable, RowGroups
 from rl_backend.runtime.handle import GuardedHandle, require_head
@@ -207,12 +207,21 @@ class TenantHandle(GuardedHandle[TenantOptimizer]):
 
     @cached_property
     def saved_shapes(self) -> dict[str, tuple[int, ...]]:
+        found = {name: tensor.size for name, tensor in self._whole_factors.items()}
+        return found | {PEFT_PREFIX + name: shape for name, shape in self.head_shapes.items()}
+
+    def first_factor(self, name: str) -> Tensor | None:
+        """The whole factor of peft's ``name`` as it was made; None where there is none."""
+        tensor = self._whole_factors.get(name)
+        return None if tensor is None else initial_factor(self.lora, tensor)
+
+    @cached_property
+    def _whole_factors(self) -> dict[str, RowTensor]:
         adaptable = self.model.adaptable
         assert adaptable is not None, "the base of a tenant"
         sizes = ((name, kind, *adaptable.sizes[name]) for name, kind in self.kinds.items())
         whole = (AdaptedModule(name, kind, a, b, (0, a), (0, b)) for name, kind, a, b in sizes)
-        found = {tensor.name: tensor.size for tensor in factors_of_rank(whole, self.lora, self.kinds)}
-        return found | {PEFT_PREFIX + name: shape for name, shape in self.head_shapes.items()}
+        return {tensor.name: tensor for tensor in factors_of_rank(whole, self.lora, self.kinds)}
 
     @cached_property
     def kinds(self) -> Mapping[str, LoRAKind]:

@@ -1,6 +1,7 @@
 """One pass for several LoRA tenants: each sequence belongs to one of them, and each has its own loss."""
 
 import zlib
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
@@ -15,6 +16,9 @@ from rl_backend.contracts.lora import BASE_ONLY, LORA_FIELD
 from rl_backend.primitive.adapters import AdapterRun
 from rl_backend.runtime.passes import CUT, TOP, check_returned
 from rl_backend.runtime.tenants.handle import TenantHandle
+
+_MOST_RUNS = 2**20
+"""Runs of neighbouring sequences of one tenant that a rank has in one pass."""
 
 
 @dataclass
@@ -77,16 +81,22 @@ class PassTenants:
 
     def begin(self, data: Sequence[PackedBatch]) -> None:
         self.begun = True
-        for handle in self.trained(data):
+        trained = self.trained(data)
+        for handle in trained:
             handle.trainer.expect_gradients()
-        for index, batch in enumerate(data if self.trains else ()):
+        # A tenant's own counts, so that it drops the same alone and beside others. Ranks may have other numbers of its runs;
+        # passes are the same on all, and a checkpoint has one number for all.
+        drawing = [each for each in trained if each.lora.dropout and each.rows.training]
+        passes = {each.lora_id: each.rows.num_draws for each in drawing}
+        runs = Counter[int]()
+        for index, batch in enumerate(data if passes else ()):
             for place, (key, _) in enumerate(groupby(self.ids(batch))):
-                tenant = self.by_id.get(key)
-                if tenant is not None and tenant.lora.dropout and tenant.rows.training:
-                    ranks = tenant.trainer.groups.dense.data
-                    self._draws[index, place] = tenant.rows.num_draws * ranks.size() + ranks.rank()
-                    # A tenant's own count, so that it drops the same alone and beside others.
-                    tenant.rows.num_draws += 1
+                if key in passes:
+                    ranks = self.by_id[key].trainer.groups.dense.data
+                    self._draws[index, place] = (passes[key] * _MOST_RUNS + runs[key]) * ranks.size() + ranks.rank()
+                    runs[key] += 1
+        for handle in drawing:
+            handle.rows.num_draws += 1
 
     def sharing(self, batch: PackedBatch) -> list[int]:
         """Of one tenant all may share, unless it has dropout, which drops something else of each sequence."""

@@ -345,4 +345,28 @@ FAULTS = [
         ("test_gradients_of_a_pass_that_ended_in_its_middle_are_not_stepped_with_on_the_bridge",),
         "after an interrupt a step would take half of the gradients",
     ),
+    Fault(
+        "copies-are-sent-by-the-first-rank-of-the-bridge",
+        "rl_backend.runtime.bridge.engine.parts:find_parts",
+        "chosen = iter(choose_senders(flat))",
+        "chosen = iter(ranks[0] for _, ranks in flat)",
+        ("test_ranks_send_what_they_hold",),
+        "one link would carry what all data-parallel ranks have",
+    ),
+    Fault(
+        "rectangles-in-the-dtype-of-the-parameters",
+        "rl_backend.runtime.bridge.engine.parts:export_parts",
+        "held[info.name][rectangle].to(dtypes[info.name])",
+        "held[info.name][rectangle]",
+        ("test_ranks_send_what_they_hold",),
+        "every push in another dtype than the parameters' would be refused",
+    ),
+    Fault(
+        "every-rank-sends-what-it-holds",
+        "rl_backend.runtime.bridge.engine.parts:export_parts",
+        "if sender == rank:",
+        "if rectangle in held[info.name]:",
+        ("test_ranks_send_what_they_hold",),
+        "rectangles would be sent by each rank that has a copy",
+    ),
 ]

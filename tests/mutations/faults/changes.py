@@ -102,8 +102,8 @@ FAULTS = [
     Fault(
         "patches-of-other-rectangles",
         "actors.sync.staged_transports:GlooTransport._mode",
-        "self._push[1:] != (plan.infos, plan.parts)",
-        "self._push[1] != plan.infos",
+        "self._push[1] != (plan.infos, plan.parts, plan.tiles)",
+        "self._push[1][0] != plan.infos",
         (_DOUBTS,),
         "a rank would patch a rectangle of which it has no copy",
     ),

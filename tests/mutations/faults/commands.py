@@ -155,6 +155,14 @@ FAULTS = [
         "half a download would be a traceback of vLLM, a minute later",
     ),
     Fault(
+        "none-is-no-choice-on-the-command-line",
+        "rl_backend.options.command_line:_value",
+        'texts[-1] == "none" and not any("none" in get_args(each) for each in found)',
+        'texts[-1] == "none"',
+        ("test_none_is_nothing_or_the_choice_of_that_name",),
+        "activation_checkpointing of a file could not be switched off by a flag",
+    ),
+    Fault(
         "gpu-check-ends-pytest-alone",
         "rl_backend.cli.gpu_check:run_tests",
         "os.killpg(process.pid, signal.SIGKILL)",

@@ -15,12 +15,12 @@ FAULTS = [
         "sequences of other lengths would get each other's gradients",
     ),
     Fault(
-        "operator-leaves-gradients-of-shared-rows-where-they-were-taken",
-        "rl_backend.primitive.attention_operator:_blocked_backward",
-        "x.new_zeros(num_rows, *x.shape[1:]).index_add_(0, rows, x)",
-        "x.new_zeros(num_rows, *x.shape[1:]).index_copy_(0, rows, x)",
+        "operator-takes-each-run-for-a-child-of-another",
+        "rl_backend.primitive.attention_operator:_Runs.of",
+        "tuple(parents[0][1:])",
+        "tuple(parents[0][:-1])",
         (f"{_OPERATOR}[tree-False]",),
-        "a prompt would be trained by one of its answers alone",
+        "compiled layers would show answers the prompts of others",
     ),
     Fault(
         "lengths-of-rows-known-to-compiled-code",

@@ -101,4 +101,20 @@ FAULTS = [
         ("test_tokens_are_drawn_as_often_as_they_are_likely_and_never_those_that_are_cut",),
         "with a cut, log-probs of seeded samples would be those of another distribution than was sampled from",
     ),
+    Fault(
+        "log-probs-not-normalised-again",
+        "actors.rollout.vllm.patches:normalise_log_probs_again.sample_and_normalise",
+        "log_probs -= log_probs.exp().sum(-1, keepdim=True).log()",
+        "log_probs -= 0 * log_probs.exp().sum(-1, keepdim=True).log()",
+        ("test_log_probs_of_many_words_are_not_too_high",),
+        "with a large vocabulary all log-probs of a CPU's samples would be a little higher than the trainer's",
+    ),
+    Fault(
+        "logits-taken-for-log-probs",
+        "actors.rollout.vllm.patches:normalise_log_probs_again.sample_and_normalise",
+        "(logprobs_mode_override or sampler.logprobs_mode)",
+        "sampler.logprobs_mode",
+        ("test_log_probs_of_many_words_are_not_too_high",),
+        "logits that vLLM asks its sampler for would be changed",
+    ),
 ]

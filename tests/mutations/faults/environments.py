@@ -250,8 +250,8 @@ FAULTS = [
     Fault(
         "infinite-rewards-pass",
         "rl_backend.environment.playing:_played",
-        "if not math.isfinite(result.reward):",
-        "if math.isnan(result.reward):",
+        "if not math.isfinite(reward):",
+        "if math.isnan(reward):",
         ("test_a_player_that_returns_no_result_fails",),
         "an infinite reward would make its group's advantages NaN",
     ),
@@ -333,5 +333,13 @@ FAULTS = [
         """,
         ("test_a_plain_function_is_called_by_one_episode_after_the_other_unless_it_has_workers",),
         "workers of a reward function would wait for each other",
+    ),
+    Fault(
+        "metrics-of-a-player-are-not-read",
+        "rl_backend.environment.playing:_played",
+        "{str(name): float(value) for name, value in result.metrics.items()}",
+        "dict(result.metrics)",
+        ("test_a_player_that_returns_no_result_fails",),
+        "a text among them would end the run with a traceback when the step's metrics are made",
     ),
 ]

@@ -181,4 +181,12 @@ FAULTS = [
         ("test_a_span_on_a_gpu_is_timed_by_the_device_and_has_its_arguments",),
         "a trace of a run on a GPU would not say which micro-batch and stage a span is of",
     ),
+    Fault(
+        "last-samples-of-a-step-beside-the-first-of-another",
+        "rl_backend.lab.report.run_data:_read_samples",
+        "_lines(file, _begin_of(file, last_step, size), size)",
+        "_lines(file, size - SAMPLE_BYTES, size)",
+        ("test_of_a_set_larger_than_what_is_read_both_steps_have_the_same_prompts",),
+        "a report would compare the rewards of a held-out set's first prompts with those of its last",
+    ),
 ]

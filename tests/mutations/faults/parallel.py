@@ -167,7 +167,7 @@ FAULTS = [
     Fault(
         "selective-recomputes-attention",
         "rl_backend.model.decoder:_selective",
-        "operation in ATTENDS or (operation in PRODUCTS and done[context.is_recompute] % 2 == 0)",
+        "str(operation) in ATTENDS or (operation in PRODUCTS and done[context.is_recompute] % 2 == 0)",
         "operation in PRODUCTS and done[context.is_recompute] % 2 == 0",
         ("test_what_is_kept_changes_no_bit_and_what_is_recomputed_is_as_said[dense]",),
         "attention, which grows with the square of the length, would run again",

@@ -6,6 +6,22 @@ from tests.mutations.fault import Fault
 
 FAULTS = [
     Fault(
+        "why-ranks-were-replaced-is-not-in-the-report",
+        "actors.run.run:Run._say_reshaped",
+        "self._heard.append(reshaped.describe())",
+        "pass",
+        ("test_a_group_gets_another_layout_between_two_steps_which_is_said_and_logged",),
+        "the report would have numbers of a change of layout, and no reason",
+    ),
+    Fault(
+        "rows-of-a-deadly-operation-are-not-said",
+        "actors.train.passes:Pass.describe",
+        'lengths, ranks = self.divided.seq_lens, count(self.handle.data_parallel_size, "data-parallel rank")',
+        'lengths, ranks = self.divided.seq_lens[:1], count(self.handle.data_parallel_size, "data-parallel rank")',
+        ("test_an_operation_that_ends_its_ranks_twice_ends_the_group_by_its_name",),
+        "who looks for the rows that kill a rank would be misled",
+    ),
+    Fault(
         "passes-of-others-are-over-with-a-checkpoint",
         "actors.train.group:TrainGroup.forward_backward",
         "models_in([handle]) or self._tenants_with(loss, handle)",

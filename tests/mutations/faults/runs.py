@@ -16,6 +16,14 @@ FAULTS = [
         "a run would get what other programs of the machine leave",
     ),
     Fault(
+        "workers-that-nobody-takes",
+        "actors.cluster.session:init_local_ray",
+        'os.environ.setdefault(_PRESTART, "0")',
+        "pass",
+        ("test_ray_of_one_machine_is_started_with_its_own_switch",),
+        "every command would start as many idle processes as it has CPUs",
+    ),
+    Fault(
         "slower-dtype-recommended",
         "actors.checks.machine:faster_dtype",
         'return [f"--dtype bfloat16 multiplies {speedup:.1f}x as fast here"] if speedup > _CLEARLY else []',
@@ -369,5 +377,13 @@ FAULTS = [
         "if False:",
         ("test_a_run_does_not_replace_what_is_none_of_a_run",),
         "held-out rows in the folder that a run is given would be gone before its first step",
+    ),
+    Fault(
+        "a-run-replaces-the-file-of-its-options",
+        "actors.folder.folder:RunFolder._open",
+        "set_aside(self.path / name)",
+        "pass",
+        ("test_files_of_a_user_that_a_run_has_too_are_renamed",),
+        "--config mine/config.json --run-dir mine would lose the file that it was started with",
     ),
 ]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from tests.mutations.fault import Fault
 
 _DROPPED = "test_dropout_is_drawn_anew_for_each_tenant_module_and_draw_and_keeps_the_mean"
-_DRAWS = "test_training_alone_draws_dropout_once_for_each_micro_batch"
+_DRAWS = "test_training_alone_draws_dropout_anew_in_each_pass"
 _LAYOUTS = "test_lora_tenants.py::test_tenants_train_in_every_layout_as_on_one_rank"
 _BITS = "test_lora_tenants.py::test_a_tenant_is_the_same_to_the_last_bit_alone_and_beside_others"
 _EVENTS = "test_nothing_that_another_tenant_does_changes_a_bit"
@@ -38,6 +38,14 @@ FAULTS = [
         "scale = 1.0",
         ("test_ranks_and_scales_of_single_modules_are_read",),
         "an adapter of another alpha would have another effect here than with peft",
+    ),
+    Fault(
+        "ranks-that-an-import-lacks-are-zeros",
+        "rl_backend.checkpoint.peft_files:_with_ranks_of",
+        "return torch.cat((factor, whole.narrow(dim, factor.shape[dim], whole.shape[dim] - factor.shape[dim])), dim)",
+        "return torch.cat((factor, whole.narrow(dim, factor.shape[dim], whole.shape[dim] - factor.shape[dim]) * 0), dim)",
+        ("test_ranks_and_scales_of_single_modules_are_read",),
+        "a tenant of a higher rank than the adapter that it begins with would only ever use the lower one",
     ),
     Fault(
         "all-tenants-start-from-one-draw",
@@ -82,26 +90,34 @@ FAULTS = [
     Fault(
         "dropout-in-passes-without-gradients",
         "rl_backend.runtime.tenants.passes:PassTenants.begin",
-        "for index, batch in enumerate(data if self.trains else ()):",
-        "for index, batch in enumerate(data):",
+        "drawing = [each for each in trained if each.lora.dropout and each.rows.training]",
+        "drawing = [each for each in self.present(data) if each.lora.dropout and each.rows.training]",
         (_DRAWS,),
         "old log-probs would be those of another model than engines serve",
     ),
     Fault(
         "dropout-outside-of-training",
         "rl_backend.runtime.tenants.passes:PassTenants.begin",
-        "if tenant is not None and tenant.lora.dropout and tenant.rows.training:",
-        "if tenant is not None and tenant.lora.dropout:",
+        "drawing = [each for each in trained if each.lora.dropout and each.rows.training]",
+        "drawing = [each for each in trained if each.lora.dropout]",
         (_DRAWS,),
         "eval_mode would be accepted and ignored",
     ),
     Fault(
         "micro-batches-share-a-draw",
         "rl_backend.runtime.tenants.passes:PassTenants.begin",
-        "tenant.rows.num_draws += 1",
-        "tenant.rows.num_draws += not index",
-        (_DRAWS,),
+        "runs[key] += 1",
+        "runs[key] += not index",
+        ("test_dropout_is_drawn_once_for_each_run_of_a_tenant_that_has_it_and_trains",),
         "what is dropped would depend on how a batch is cut",
+    ),
+    Fault(
+        "draws-counted-by-the-runs-of-a-rank",
+        "rl_backend.runtime.tenants.passes:PassTenants.begin",
+        "handle.rows.num_draws += 1",
+        "handle.rows.num_draws += runs[handle.lora_id]",
+        ("test_a_resumed_tenant_drops_what_it_would_have_dropped_on_ranks_with_uneven_runs",),
+        "a checkpoint has the count of rank 0 alone: the other ranks would drop other inputs after it",
     ),
     Fault(
         "runs-of-a-micro-batch-share-a-draw",
@@ -114,8 +130,8 @@ FAULTS = [
     Fault(
         "data-parallel-ranks-drop-the-same-inputs",
         "rl_backend.runtime.tenants.passes:PassTenants.begin",
-        "self._draws[index, place] = tenant.rows.num_draws * ranks.size() + ranks.rank()",
-        "self._draws[index, place] = tenant.rows.num_draws",
+        "(passes[key] * _MOST_RUNS + runs[key]) * ranks.size() + ranks.rank()",
+        "passes[key] * _MOST_RUNS + runs[key]",
         ("test_ranks_with_other_tokens_drop_other_inputs_and_those_of_a_replica_the_same",),
         "dropout would be less random the more ranks there are",
     ),

@@ -22,7 +22,10 @@ from actors.watch.engines import EngineEvents
 from benchmarks.process_use import MARK, kind_of, processes
 from benchmarks.recovery import (
     ENDING,
+    FAULTS,
+    NODES,
     PAUSE_SECONDS,
+    REPLACED,
     SETTINGS,
     UNDISTURBED,
     Fault,
@@ -30,6 +33,7 @@ from benchmarks.recovery import (
     draw,
     figures,
     fill,
+    kind_of_fault,
     place_of,
 )
 from rl_backend.contracts import EngineDeadError
@@ -44,16 +48,19 @@ def test_faults_are_drawn_by_the_number_of_a_trial_and_every_place_has_its_turn(
     places = ("rank", "engine")
     assert draw("grpo", 3, 10, places) == draw("grpo", 3, 10, places) != draw("grpo", 4, 10, places)
     drawn = [draw("grpo", number, 10, places) for number in range(40)]
-    for number, faults in enumerate(drawn):
-        assert places[number % 2] in [each.place for each in faults] and 1 <= len(faults) <= 3
+    for faults in drawn:
+        assert len(faults) == FAULTS
         assert [each.moment for each in faults] == sorted(each.moment for each in faults)
         assert all(0 <= each.moment <= 10.2 and each.at == math.inf for each in faults)
-    assert {each.kind for faults in drawn for each in faults} == {"kill", "stop"}
-    assert all(set(places) <= {"rank", "engine", "worker", "holder", *ENDING} for _, _, places in SETTINGS.values())
-    endings = [draw("sft_ends", number, 10, tuple(ENDING)) for number in range(200)]
-    assert all(len(faults) == 1 for faults in endings), "after it the run is another one"
-    assert {(each.place, each.kind) for (each,) in endings} == {(place, kind) for place in ENDING for kind in ENDING[place]}
-    assert min(each.moment for (each,) in endings) < 0 and set(UNDISTURBED.values()) <= set(SETTINGS) - {*UNDISTURBED}
+    in_three = {(each.place, each.kind) for faults in drawn[:3] for each in faults}
+    assert in_three == {(place, kind) for place in places for kind in REPLACED}
+    assert all(set(places) <= {"rank", "engine", "worker", "holder", *ENDING, *NODES} for _, _, places in SETTINGS.values())
+    ends = SETTINGS["sft_ends"][2]
+    kinds = {(place, kind) for place in ends for kind in ENDING[place]}
+    endings = [draw("sft_ends", number, 40, ends) for number in range(math.ceil(len(kinds) / FAULTS))]
+    assert {(each.place, each.kind) for faults in endings for each in faults} == kinds
+    assert any(each.moment < 0 for number in range(9) for each in draw("sft_ends", number, 40, ends))
+    assert set(UNDISTURBED.values()) <= set(SETTINGS) - {*UNDISTURBED}
 
 
 def test_a_driver_that_is_stopped_is_continued_and_others_are_when_their_place_is_taken() -> None:
@@ -99,7 +106,8 @@ def test_a_rank_was_seen_when_its_replacement_began() -> None:
     # The second one struck while the first was being replaced.
     assert [(each.seen, each.back) for each in faults] == [(11.0, 20.0), (None, 20.0), (32.0, 120.0), (None, None)]
     assert faults[0].told() == {
-        "kind": "kill", "place": "rank", "step": 1.5, "seen_seconds": 1.0, "lost_seconds": 10.0, "woke": False
+        "kind": "kill", "place": "rank", "step": 1.5, "during": "step",
+        "seen_seconds": 1.0, "lost_seconds": 10.0, "woke": False,
     }  # fmt: skip
 
 
@@ -133,11 +141,19 @@ def test_processes_are_found_by_what_they_inherit_and_told_apart() -> None:
 
 def trial(status: int, differs_in: list[str], *faults: tuple[str, str, float | None]) -> dict[str, Any]:
     told = [
-        {"kind": kind, "place": place, "seen_seconds": seen, "lost_seconds": seen, "woke": False}
+        {
+            "kind": kind,
+            "place": place,
+            "step": 3.5,
+            "during": "step",
+            "seen_seconds": seen,
+            "lost_seconds": seen,
+            "woke": False,
+        }
         for kind, place, seen in faults
     ]
-    left = {"processes": 0, "segments": 1}
-    return {"status": status, "differs_in": differs_in, "faults": told, "left": left}
+    left = {"processes": [], "segments": ["psm_1"]}
+    return {"setting": "grpo", "status": status, "differs_in": differs_in, "faults": told, "left": left}
 
 
 def test_figures_are_of_the_trials_that_struck_a_place() -> None:
@@ -150,8 +166,16 @@ def test_figures_are_of_the_trials_that_struck_a_place() -> None:
     ranks, engines = found["ranks"], found["engines"]
     assert (ranks["trials"], ranks["faults"], ranks["recovered_fraction"], ranks["equal_fraction"]) == (2, 3, 0.5, 0.5)
     assert (engines["trials"], engines["recovered_fraction"], engines["equal_fraction"]) == (2, 0.5, 0.0)
-    assert ranks["detect_seconds_p95"] == {"kill": 3.0, "stop": 5.0} and ranks["lost_seconds_median"] == 3.0
-    assert engines["detect_seconds_p95"] == {"kill": None, "stop": 4.0}
+    assert (
+        ranks["detect_seconds_p95"] == {"kill": 3.0, "stop": 5.0, "terminate": None} and ranks["lost_seconds_median"] == 3.0
+    )
+    assert engines["detect_seconds_p95"] == {"kill": None, "stop": 4.0, "terminate": None}
+    times = {"setting": "sft_memory", "start_seconds": 9.0, "step_seconds": 0.5}
+    in_memory = figures([{**each, **times} for each in trials[:2]], [])["memory"]
+    assert in_memory == {"lost_seconds_median": 3.0, "step_and_start_seconds_median": 9.5}
+    assert found["kinds"]["kill rank in step"] == {"faults": 2, "recovered": 1, "equal": 1}
+    told = {"kind": "stop", "place": "engine", "step": -0.5}
+    assert kind_of_fault("grpo_workers", told) == "stop engine of two workers in the start"
     assert found["left"]["segments"] == 3 and found["false_replacements"] == {"runs": 2, "replaced": 1}
     nothing = figures([], [])["ranks"]
     assert nothing["recovered_fraction"] is None and nothing["lost_seconds_median"] is None
@@ -160,7 +184,8 @@ def test_figures_are_of_the_trials_that_struck_a_place() -> None:
 def test_runs_differ_in_metrics_samples_and_weights_and_not_in_times_and_events(tmp_path: Path) -> None:
     def run(name: str, changes: dict[str, Any], reward: float = 1.0, weights: bytes = b"w") -> dict[str, Any]:
         metrics = {"loss": 0.5, "seconds/train": 1.0, "log_prob_gap": 1e-7}
-        written = write_run(tmp_path / name, 2, lambda step: metrics | changes, [{"reward": reward}])
+        samples = [{"reward": reward, "metrics": {"turns": 2, "engine_seconds": time.monotonic()}}]
+        written = write_run(tmp_path / name, 2, lambda step: metrics | changes, samples)
         for folder in ("model", "checkpoints/step-1/policy"):
             (written / folder).mkdir(parents=True)
         (written / "model" / "model.safetensors").write_bytes(weights)

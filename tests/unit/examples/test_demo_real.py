@@ -31,7 +31,7 @@ def test_it_types_commands_that_a_user_could_type(
 
     monkeypatch.setattr(demo_real, "type_command", type_command)
     monkeypatch.setattr(demo_real, "MODEL", tmp_path / "none")
-    demo_real.main(["--run-dir", str(run), "--steps", "3", "--lr", "1e-4"])
+    demo_real.main(["--run-dir", str(run), "--steps", "3", "--lr=1e-4"])
     assert [words[0] for words in typed] == ["import", "check", "grpo"]
     assert typed[1][1:] == typed[2]
     config = parse_config(config_type("grpo"), "", typed[2][1:])

@@ -123,7 +123,7 @@ def test_a_folder_with_a_run_is_not_overwritten(tmp_path: Path) -> None:
         ({"backend": "bridge", "pp": 2, "ranks": 1000, "dtype": "float32"}, "each of 500 data-parallel ranks needs one"),
         ({"train.backend_cfg.no_such": 1}, r"NativeConfig\.no_such=1: unknown field"),
         ({"lr": 0}, r"lr=0\.0: must be above 0"),
-        ({"seed": -1}, r"seed=-1: must be at least 0"),
+        ({"seed": -1}, r"seed=-1: must be from 0 to 4294967295"),
         ({"temperature": 0, "samples_per_prompt": 1}, r"temperature=0\.0: must be above 0"),
         ({"rollout.max_model_len": 600}, r"rollout\.max_model_len=600: must hold one sequence: .* = 1024"),
         ({"rollout.model_path": "other"}, r"rollout\.model_path='other': engines sample from the trained model"),

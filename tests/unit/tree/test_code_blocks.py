@@ -145,6 +145,8 @@ OTHER_CHECKS: Sequence[tuple[str, str, Callable[[CodeBlock], None] | None, str]]
     ("docs/plan.md", "native on 8 ranks", None, "output; tests/unit/rl_backend/cli/test_plan_command.py"),
     ("docs/rewards.md", "model: ", are_options_of("examples.grpo"), ""),
     ("docs/serve.md", "import os", parses, "not run: needs a server; tests/unit/actors/serve/test_serve.py has one"),
+    ("docs/serve.md", "# first terminal", None, "tests/e2e/test_serve_page.py runs it"),
+    ("docs/serve.md", "# second terminal", None, "tests/e2e/test_serve_page.py runs it"),
     ("docs/serve.md", "# recipe", None, "needs a server; tests/unit/actors/serve/test_recipes.py runs it with one"),
     ("docs/testing.md", "Fault(", is_fault_of_this_tree, ""),
     ("docs/testing.md", "python -m tests", are_commands_of_waves, ""),

@@ -2,6 +2,7 @@
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from weakref import WeakKeyDictionary
 
 import torch
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
@@ -11,13 +12,22 @@ from torch import Tensor
 from rl_backend.checkpoint.manifest import TrainingManifest
 from rl_backend.checkpoint.state_in_memory import StateSource
 from rl_backend.checkpoint.training_state import MOMENTS, RANDOM, WEIGHTS, StateTensors, TensorPieces
-from rl_backend.contracts import CheckpointError, ForwardResult, Head, RuntimeConfig, export_dtype
+from rl_backend.contracts import (
+    CheckpointError,
+    ForwardResult,
+    Head,
+    RuntimeConfig,
+    TensorPart,
+    WeightShard,
+    export_dtype,
+)
 from rl_backend.parallel.groups import training_device
 from rl_backend.runtime import checkpoints
 from rl_backend.runtime.bridge.config import BridgeConfig
 from rl_backend.runtime.bridge.engine.forward_backward import record_activations, run_micro_batches
 from rl_backend.runtime.bridge.engine.handle import BridgeHandle, build_handle
 from rl_backend.runtime.bridge.engine.optimizer import ParameterState, num_steps, parameter_states, set_num_steps
+from rl_backend.runtime.bridge.engine.parts import HeldParts, export_parts, find_parts, part_infos
 from rl_backend.runtime.bridge.engine.sharding import Block, StoredNames, model_blocks, pieces_of
 from rl_backend.runtime.bridge.installed import quiet
 from rl_backend.runtime.bridge.megatron.cpu import iterate_on_cpu, on_cpu
@@ -36,6 +46,8 @@ class BridgeEngine(Engine[BridgeHandle]):
 
     def __init__(self, config: RuntimeConfig) -> None:
         options = config.options(BridgeConfig)
+        # Where the rectangles of a model are, once a push has asked.
+        self._parts: WeakKeyDictionary[BridgeHandle, HeldParts] = WeakKeyDictionary()
         self.groups: BridgeGroups = open_groups(options.parallel, training_device(options.device), options.waits_for_ranks)
         try:
             with self.active():
@@ -92,6 +104,20 @@ class BridgeEngine(Engine[BridgeHandle]):
         buckets = plan_buckets(handle.converter.select("export_weights", names), byte_budget)
         handle.finish_parameter_gathers()
         return self._start_stream(handle, buckets, names, dtype)
+
+    def parts(self, handle: BridgeHandle, dtype: torch.dtype | None) -> Iterator[WeightShard]:
+        parts = self._parts_of(handle)
+        gathered = self.gather_weights(handle, dtype, None, parts.gathered)
+        return iterate_on_cpu(self.groups.device, export_parts(handle, parts, dtype, gathered))
+
+    def shard_infos(self, handle: BridgeHandle, dtype: torch.dtype | None) -> tuple[TensorPart, ...]:
+        """See the base class. A collective over all ranks the first time that it is asked for a model."""
+        return part_infos(handle, self._parts_of(handle), dtype)
+
+    def _parts_of(self, handle: BridgeHandle) -> HeldParts:
+        if handle not in self._parts:
+            self._parts[handle] = find_parts(handle)
+        return self._parts[handle]
 
     def gather_gradients(self, handle: BridgeHandle, names: Collection[str] | None) -> WeightStream:
         """See the base class. A weight that no loss reached has a gradient of zeros. Parameters are converted one by one."""

@@ -19,10 +19,9 @@ from rl_backend.contracts import (
     StepResult,
     TensorInfo,
     UnsupportedError,
-    text_config,
 )
 from rl_backend.contracts.atoms import Part
-from rl_backend.model import model_kept_prefixes
+from rl_backend.model import model_kept_prefixes, model_positions
 from rl_backend.runtime.balance import PassLoads
 from rl_backend.runtime.bridge.config import BridgeConfig
 from rl_backend.runtime.bridge.engine.optimizer import BridgeOptimizer
@@ -249,7 +248,7 @@ def build_handle(
         chunks=chunks,
         processor=OutputProcessor(groups, provider.vocab_size, options.log_prob_chunk_tokens),
         vocab_size=provider.vocab_size,
-        max_length=text_config(hf_config).get("max_position_embeddings"),
+        max_length=model_positions(hf_config),
         packs_sequences=packs_sequences(options, transformer_engine=transformer_engine),
         optimizer=optimizer,
         routers=connect_routers(models, provider, groups),

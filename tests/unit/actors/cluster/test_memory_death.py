@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import os
+import re
+from pathlib import Path
+
 import pytest
 from ray.exceptions import ActorDiedError, OutOfMemoryError
 
+from actors.cluster import ray_watch
 from actors.cluster.placement import memory_environment
-from actors.cluster.ray_watch import memory_death
+from actors.cluster.ray_watch import memory_death, memory_held
 from actors.rollout.group import calls
 
 RAY = (
@@ -32,6 +37,14 @@ def test_who_held_how_much_is_said_and_what_to_set(monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(calls.ray, "get", died)
     assert calls.outcome_of(None, "engine 0").message == f"engine 0 is dead: {told}"
+
+
+def test_processes_of_this_machine_that_hold_much_are_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ray_watch, "_SHOWN", 10_000)
+    monkeypatch.setattr(ray_watch, "_LEAST", 0.0)
+    resident = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 1e9
+    sizes = [float(size) for size in re.findall(r"(?:^|; )python\S* (\S+) GB", memory_held())]
+    assert any(size == pytest.approx(resident, rel=0.1) for size in sizes) and sizes == sorted(sizes, reverse=True)
 
 
 def test_the_allocator_keeps_memory_for_the_next_pass_unless_the_user_tunes_it(monkeypatch: pytest.MonkeyPatch) -> None:

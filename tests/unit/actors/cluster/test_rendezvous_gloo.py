@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
 
@@ -60,11 +61,11 @@ def closed(monkeypatch: pytest.MonkeyPatch) -> list[Rendezvous]:
 
 
 def test_a_member_joins_the_store_of_the_source(closed: list[Rendezvous]) -> None:
-    group = GlooGroup(GlooAddress(ELSEWHERE, 3), 2)
+    group = GlooGroup(GlooAddress(ELSEWHERE, 3, 77.5), 2)
     (prefix, (place, named)), rank, size, options = Gloo.made
     assert prefix == "rl_backend_weights" and place == ("127.0.0.1", 7, 3)
-    assert named == {"is_master": False, "timeout": module.GLOO_TIMEOUT} and (rank, size) == (2, 3)
-    assert options._timeout == module.GLOO_TIMEOUT and not closed
+    assert named == {"is_master": False, "timeout": timedelta(seconds=77.5)} and (rank, size) == (2, 3)
+    assert options._timeout == timedelta(seconds=77.5) and not closed
     group.close()
     assert closed == [ELSEWHERE]
 
@@ -90,7 +91,7 @@ def test_a_group_is_where_all_members_can_reach_it(
 ) -> None:
     if interface is not None:
         monkeypatch.setenv("GLOO_SOCKET_IFNAME", interface)
-    GlooGroup(GlooAddress(rendezvous, 2), 1)
+    GlooGroup(GlooAddress(rendezvous, 2, 9.0), 1)
     assert Gloo.made[3]._devices == [expected]
 
 
@@ -108,7 +109,7 @@ def test_tensors_are_received_at_their_places(closed: list[Rendezvous]) -> None:
         layout.append(TensorInfo.of(name, shape, dtype).replace(offset=offset))
         offset += size
     buffer = torch.full((offset,), 255, dtype=torch.uint8)
-    group = GlooGroup(GlooAddress(HERE, 2), 1)
+    group = GlooGroup(GlooAddress(HERE, 2, 9.0), 1)
     for info in layout:
         group.broadcast(read_tensor(buffer, info))
     received: Any = group._group

@@ -21,7 +21,7 @@ from actors.cluster import session
 from actors.cluster.session import RunTerminated, raise_if_terminated, raised_on_sigterm, ray_session, termination
 from rl_backend.contracts import ClusterLostError, ConfigError
 
-NICENESS = "RAY_worker_niceness"
+NICENESS, PRESTART = "RAY_worker_niceness", "RAY_prestart_worker_first_driver"
 
 
 @pytest.fixture
@@ -231,7 +231,8 @@ def test_ray_of_one_machine_is_started_with_its_own_switch(
 
     monkeypatch.setattr(ray, "init", init)
     monkeypatch.setattr(session, "own_process_groups", own_process_groups)
-    monkeypatch.delenv(NICENESS, raising=False)
+    for name in (NICENESS, PRESTART):
+        monkeypatch.delenv(name, raising=False)
     if fails:
         with pytest.raises(RuntimeError, match="no"):
             session.init_local_ray(num_cpus=3)
@@ -240,10 +241,12 @@ def test_ray_of_one_machine_is_started_with_its_own_switch(
     assert seen == [({"address": "local", "num_cpus": 3}, False, ["in"])]
     assert constants.ENABLE_RAY_CLUSTER == "as before"
     assert os.environ[NICENESS] == "0", "a run would get what other programs leave"
-    monkeypatch.setenv(NICENESS, "7")
+    assert os.environ[PRESTART] == "0", "ranks and engines would start beside as many workers that none of them takes"
+    for name in (NICENESS, PRESTART):
+        monkeypatch.setenv(name, "7")
     with suppress(RuntimeError):
         session.init_local_ray()
-    assert os.environ[NICENESS] == "7"
+    assert os.environ[NICENESS] == os.environ[PRESTART] == "7"
 
 
 @pytest.mark.parametrize(

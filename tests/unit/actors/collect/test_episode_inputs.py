@@ -14,6 +14,7 @@ from actors.collect.inputs import EpisodeInputs, load_episode_inputs, load_episo
 from actors.options.sampled_config import EpisodeConfig
 from actors.rollout.config import SamplingConfig
 from actors.rollout.tokens import RolloutTokens
+from rl_backend.contracts import ConfigError
 from rl_backend.environment import Generation, Limits
 from rl_backend.environment.stepping import StepOptions, SteppedPlayer
 from tests.support.chat_templates import CHATML, chat_tokenizer
@@ -48,6 +49,10 @@ def test_turns_of_players_end(tmp_path: Path, template: str | None, end: str) ->
     engines: Any = Engines()
     ask(RolloutTokens(engines, turn_sampling(hard.sampling, inputs.ends)))
     assert engines.asked[0].sampling.stop_token_ids == (9, 41, *inputs.ends), "the turn's, the set's and the model's"
+    larger = config.replace(prompts_per_step=2)
+    with pytest.raises(ConfigError, match=r"prompts_per_step=2: .* has 1 rows; use at most that"):
+        load_episode_inputs(larger)
+    assert list(load_episode_inputs(larger, trains=False).rows) == [{"task": 1}], "one episode is shown, and nothing trained"
 
 
 ENVIRONMENT = """class Asks:

@@ -82,6 +82,17 @@ def test_every_log_has_lines_of_its_own_and_the_facts_of_all_are_told(
     assert read(tmp_path, "config.json") == {"steps": 3, "name": "x"}
 
 
+def test_files_of_a_user_that_a_run_has_too_are_renamed(tmp_path: Path) -> None:
+    for name in ("config.json", "report.html"):
+        (tmp_path / name).write_text("mine")
+    for _ in range(2):  # those of a run before are replaced
+        with opened(tmp_path):
+            pass
+    assert [(tmp_path / name).read_text() for name in ("config.1.json", "report.1.html")] == ["mine", "mine"]
+    assert not list(tmp_path.glob("*.2.*"))
+    assert read(tmp_path, "config.json")["steps"] == 3
+
+
 def test_what_a_run_was_called_with_and_when_it_ended_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "orig_argv", ["/usr/bin/python3", "/x/mine.py", "--lr", "1"])
     folder = opened(tmp_path)

@@ -63,7 +63,8 @@ def config_of(**changes: Any) -> RLConfig:
         ({"importance": "mask", "importance_cap": 1.0}, r"importance_cap=1\.0: input should be greater than 1"),
         ({"eval_every": 5}, r"RLConfig\.eval_every=5: needs an eval_dataset"),
         ({"keep_checkpoints": 3}, r"keep_checkpoints=3: save_every=0 saves no checkpoints; set it too"),
-        ({"seed": -1}, r"RLConfig\.seed=-1: must be at least 0"),
+        ({"seed": -1}, r"RLConfig\.seed=-1: must be from 0 to 4294967295"),
+        ({"seed": 1 << 32}, r"RLConfig\.seed=4294967296: must be from 0 to 4294967295"),
         ({"lr": 0}, r"RLConfig\.lr=0\.0: must be above 0, or nothing is learned"),
         (
             {"steps": 3, "updates_per_step": 2, "lr_warmup_steps": 6},

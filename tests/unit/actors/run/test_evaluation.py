@@ -185,7 +185,7 @@ def test_one_episode_of_a_row_is_shown(monkeypatch: pytest.MonkeyPatch, is_open:
         sources.append((rollout, sampling, RandomSource()))
         return sources[-1][2]  # type: ignore[no-any-return]
 
-    monkeypatch.setattr(evaluation_module, "load_episode_inputs", lambda config: inputs)
+    monkeypatch.setattr(evaluation_module, "load_episode_inputs", lambda config, trains: inputs)
     monkeypatch.setattr(evaluation_module, "RolloutTokens", tokens)
     monkeypatch.setattr("actors.options.config.local_model", lambda model, field: f"/cache/{model}")
     options = {"model": "m", "dataset": "d", "player": "m:play", "run_dir": "x", "dtype": "float32", "engines": 3}

@@ -264,6 +264,7 @@ def test_a_group_gets_another_layout_between_two_steps_which_is_said_and_logged(
     assert "training group 'mine' went from a to b in 2 s\n" in printed
     logged = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     found = [{name: value for name, value in line.items() if name.startswith(("reshape", "recovery"))} for line in logged]
+    assert [line.get("warnings") for line in logged] == [None, [made[0].describe()], [made[1].describe()]]
     assert found == [
         {},
         {"reshape/count": 1, "reshape/seconds": 1.5, "reshape/ranks": 1},

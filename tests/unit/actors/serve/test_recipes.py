@@ -11,7 +11,7 @@ import pytest
 
 from benchmarks.tinker import run_recipe
 from benchmarks.tinker_task import NAME, write_names
-from tests.support.libraries import FOLDER, cookbook
+from tests.support.libraries import cookbook, recipes
 from tests.support.served import served
 
 SMALL: Mapping[str, Mapping[str, Any]] = {
@@ -25,8 +25,7 @@ SMALL: Mapping[str, Mapping[str, Any]] = {
 @pytest.fixture(scope="module")
 def named(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SimpleNamespace]:
     cookbook()
-    if not (FOLDER / "recipes").is_dir():
-        pytest.skip("recipes is not installed: make libraries puts it into .libraries, for this test")
+    recipes()
     folder = tmp_path_factory.mktemp("names")
     write_names(folder, 0, 20)
     with served(folder / NAME, tmp_path_factory.mktemp("state"), max_tokens=1024, name=NAME) as found:

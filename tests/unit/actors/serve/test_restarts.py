@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import multiprocessing
 import os
 import signal
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -14,7 +16,8 @@ from typing import Any
 
 import pytest
 
-from actors.serve.restarts import ServerLostError, _status, keep_serving
+from actors.serve import restarts
+from actors.serve.restarts import ServerLostError, _serve, _status, keep_serving
 from rl_backend.contracts import ConfigError
 
 
@@ -33,16 +36,20 @@ def serves(listener: socket.socket, options: argparse.Namespace, up: Callable[[]
         time.sleep(600)
 
 
+def keep(listener: socket.socket, options: argparse.Namespace, serve: Any = serves) -> None:
+    sys.exit(keep_serving(serve, listener, options))
+
+
 def is_wrong(listener: socket.socket, options: argparse.Namespace, up: Callable[[], None]) -> None:
     raise ConfigError("port: taken")
 
 
 def test_a_server_is_started_again_until_one_ends_on_its_own_accord(tmp_path: Path) -> None:
     options = argparse.Namespace(folder=tmp_path)
-    statuses: list[int] = []
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        thread = threading.Thread(target=lambda: statuses.append(keep_serving(serves, listener, options)), daemon=True)
-        thread.start()
+        # As of the command it has one thread.
+        keeper = multiprocessing.get_context("spawn").Process(target=keep, args=(listener, options))
+        keeper.start()
         address = listener.getsockname()
         with socket.create_connection(address, 60) as first:
             assert first.recv(1) == b"0"
@@ -50,13 +57,18 @@ def test_a_server_is_started_again_until_one_ends_on_its_own_accord(tmp_path: Pa
         # Nobody serves now; the connection waits in the port.
         with socket.create_connection(address, 60) as second:
             assert second.recv(1) == b"2"
-        thread.join(60)
-    assert statuses == [0]
+        keeper.join(60)
+    assert keeper.exitcode == 0
 
 
 def test_a_server_that_cannot_start_is_not_started_again(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        assert keep_serving(is_wrong, listener, argparse.Namespace(folder=tmp_path)) == 2
+        keeper = multiprocessing.get_context("spawn").Process(
+            target=keep, args=(listener, argparse.Namespace(folder=tmp_path), is_wrong)
+        )
+        keeper.start()
+        keeper.join(60)
+    assert keeper.exitcode == 2
 
 
 class Deaf:
@@ -101,3 +113,16 @@ def test_a_signal_ends_a_server_that_does_not_end_itself(interrupted: tuple[str,
     with pytest.raises(KeyboardInterrupt):
         _status(process)
     assert process.called == called
+
+
+def test_a_server_that_a_signal_ends_says_nothing(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    def is_interrupted(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(restarts, "_end_with_parent", lambda: None)
+    options = argparse.Namespace(folder=tmp_path)
+    with socket.create_server(("127.0.0.1", 0)) as listener, pytest.raises(SystemExit) as ended:
+        _serve(is_interrupted, listener, options, threading.Event())
+    assert ended.value.code == 143 and capsys.readouterr() == ("", "")

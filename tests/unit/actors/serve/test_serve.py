@@ -324,7 +324,7 @@ def test_the_likeliest_tokens_of_an_adapter_are_its_own(client: Any, model: Path
     assert found.topk_prompt_logprobs != sampler.sample(prompt, **options).result().topk_prompt_logprobs
 
 
-def test_what_is_wrong_with_a_request_for_log_probs_is_named(running: SimpleNamespace, model: Path) -> None:
+def test_what_is_wrong_with_a_request_for_samples_is_named(running: SimpleNamespace, model: Path) -> None:
     def post(route: str, **body: Any) -> Any:
         return httpx.post(f"{running.url}/api/v1/{route}", json=body, headers=HEADERS, timeout=60).json()
 
@@ -343,14 +343,21 @@ def test_what_is_wrong_with_a_request_for_log_probs_is_named(running: SimpleName
         ({"topk_sample_logprobs": 1, "sampling_params": {"max_tokens": 1, "top_p": 0.5}}, "with top_p are not served"),
         ({"prompt_alt_tokens_k": 2}, "prompt_alt_tokens_k=2 is not served"),
         ({"sampling_params": {"stop": ["x"] * 300}}, "stop: 300 of them"),
+        ({"sampling_params": {"stop": 5.5}}, "stop=5.5: expected a text"),
+        ({"sampling_params": {"stop": {"a": 1}}}, "stop=.*expected a text"),
+        ({"sampling_params": {"temperature": "hot"}}, "temperature='hot': expected a number"),
+        ({"sampling_params": {"top_k": -7}}, "top_k=-7: expected a whole number from -1"),
+        ({"sampling_params": {"seed": 1.5}}, "seed=1.5: expected a whole number"),
+        ({"sampling_params": {"max_tokens": 0}}, "max_tokens=0: expected a whole number from 1"),
+        ({"prompt": {"chunks": [{"tokens": ["a"]}]}}, "a token that is no whole number"),
         (
             {"topk_sample_logprobs": 100, "num_samples": 2000, "sampling_params": {"max_tokens": 50}},
             "topk_sample_logprobs=100: expected a number up to",
         ),
     ]
     for seq_id, (changed, named) in enumerate(wrong):
-        asked = {"sampling_params": {"max_tokens": 1}, **changed}
-        accepted = post("asample", sampling_session_id=sampler, seq_id=seq_id, prompt=prompt, **asked)
+        asked = {"sampling_params": {"max_tokens": 1}, "prompt": prompt, **changed}
+        accepted = post("asample", sampling_session_id=sampler, seq_id=seq_id, **asked)
         answer = post("retrieve_future", request_id=accepted["request_id"])
         assert answer["category"] == "user" and re.search(named, answer["error"]), answer
 

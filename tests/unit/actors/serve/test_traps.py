@@ -137,6 +137,20 @@ def test_what_waits_is_bounded_and_what_is_next_always_comes_in(model: Path, tmp
         assert b"loss:sum" in wire.answer(wire.data(run, 3)).content
 
 
+def test_whoever_polls_for_what_still_waits_is_told_to_ask_again(
+    running: SimpleNamespace, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("actors.serve.app.LONG_POLL_SECONDS", 0.05)
+    wire = Wire(running.url)
+    _, run = wire.run(model)
+    early = wire.data(run, 2).json()["request_id"]
+    told = wire.post("retrieve_future", request_id=early)
+    # Of any other answer the SDK says a line in the user's terminal, or gives up.
+    assert (told.status_code, told.json()) == (408, {"queue_state": "active"})
+    wire.data(run, 1)
+    until(lambda: wire.answer({"request_id": early}).status_code == 200)
+
+
 def test_a_silent_session_frees_its_runs_and_its_named_checkpoints_live_for_their_time(model: Path, tmp_path: Path) -> None:
     with served(model, tmp_path, session_timeout=0.8) as strict:
         wire = Wire(strict.url)
@@ -279,12 +293,23 @@ def test_a_run_answers_with_what_it_saved_last_named_or_not(running: SimpleNames
     assert save(3, sampling_session_seq_id=1) not in (None, first, second)
 
 
+@pytest.mark.parametrize(("named", "wrong"), [("rank", 2.5), ("rank", "8"), ("seed", "x")])
+def test_numbers_of_an_adapter_are_whole(named: str, wrong: Any, running: SimpleNamespace, model: Path) -> None:
+    wire = Wire(running.url)
+    session = wire.post("create_session").json()["session_id"]
+    asked = {"session_id": session, "model_seq_id": 0, "base_model": str(model), "lora_config": {"rank": 2, named: wrong}}
+    answer = wire.answer(wire.post("create_model", **asked)).json()
+    assert answer["category"] == "user" and f"lora_config.{named}=" in answer["error"], answer
+
+
 def test_what_is_wrong_with_a_save_does_not_stop_what_follows(running: SimpleNamespace, model: Path) -> None:
     wire = Wire(running.url)
     _, run = wire.run(model)
     external = wire.post("save_weights_external", model_id=run, seq_id=1, path="a", age_encryption_recipients=["x"] * 11)
     assert "age_encryption_recipients" in wire.answer(external).json()["error"]
-    assert b"loss:sum" in wire.answer(wire.data(run, 2)).content
+    nameless = wire.post("save_weights", model_id=run, seq_id=2, path=None)
+    assert "path=None: expected a text" in wire.answer(nameless).json()["error"]
+    assert b"loss:sum" in wire.answer(wire.data(run, 3)).content
 
 
 def test_a_checkpoint_that_is_deleted_lies_on_disk_while_its_samplers_live(running: SimpleNamespace, model: Path) -> None:

@@ -65,7 +65,8 @@ class Rank:
     def handle(self, ref: Any) -> Any:
         return ref
 
-    def export_shards(self, handle: Any, *, dtype: torch.dtype) -> Iterator[WeightShard]:
+    def export_shards(self, handle: Any, *, dtype: torch.dtype, held: bool) -> Iterator[WeightShard]:
+        assert held
         for part in PARTS:
             if part.rank == self.rank:
                 yield WeightShard(part.name, part.whole, part.start, self.weights[part.name][part.region])
@@ -138,7 +139,7 @@ def identity(answer: Any) -> Any:
 class Engines:
     """Receivers of engines, each of a process of its own as far as its number says."""
 
-    config = SimpleNamespace(sampling_timeout=5.0)
+    config = SimpleNamespace(sampling_timeout=5.0, call_timeout=5.0, tensor_parallel=1)
 
     def __init__(self, infos: tuple[TensorInfo, ...], *numbers: int) -> None:
         self.expected = ExpectedWeights({info.name: info for info in infos})

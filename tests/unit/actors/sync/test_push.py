@@ -41,7 +41,7 @@ class Engines:
         self.lost: dict[int, Any] = {}
         self.serving: list[int] = []
         self.is_updating = False
-        self.config = SimpleNamespace(sampling_timeout=5.0)
+        self.config = SimpleNamespace(sampling_timeout=5.0, tensor_parallel=1)
 
     @property
     def engines(self) -> tuple[int, ...]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -34,6 +34,7 @@ from rl_backend.contracts import (
 )
 from rl_backend.weights.inspection import tensor_digest
 from rl_backend.weights.staging import check_staged, plan_layout, read_tensor
+from rl_backend.weights.tiles import Reads, plan_tiles
 
 WEIGHTS = {"a": torch.arange(6.0).view(2, 3), "b": torch.ones(5), "c": torch.full((7, 3), -2.0)}
 INFOS = tuple(TensorInfo.of(name, tuple(tensor.shape), torch.float32) for name, tensor in WEIGHTS.items())
@@ -73,12 +74,12 @@ class Rank:
     def shard_infos(self, handle: Any, *, dtype: torch.dtype) -> tuple[TensorPart, ...]:
         return ()
 
-    def export_shards(self, handle: Any, *, dtype: torch.dtype) -> Iterator[WeightShard]:
+    def export_shards(self, handle: Any, *, dtype: torch.dtype, held: bool) -> Iterator[WeightShard]:
+        assert held
         for name, tensor in self.weights.items():
-            mine = [part for part in PARTS if (part.name, part.rank) == (name, self.rank)]
-            held = tensor[mine[0].region].clone() if mine else tensor[:0]
-            start = mine[0].start if mine else (0,) * tensor.dim()
-            yield WeightShard(name, tuple(tensor.shape), start, held)
+            for part in PARTS:
+                if (part.name, part.rank) == (name, self.rank):
+                    yield WeightShard(name, tuple(tensor.shape), part.start, tensor[part.region].clone())
 
     def export_weights(self, handle: Any, *, dtype: torch.dtype, byte_budget: int | None) -> Any:
         self.exports.append((handle.ref, dtype, byte_budget, self.rank))
@@ -107,6 +108,7 @@ class Engines:
 
     def __init__(self) -> None:
         self.engines: tuple[int, ...] = (1, 4)
+        self.config = SimpleNamespace(call_timeout=77.5)
         self.infos = {
             engine: SimpleNamespace(pid=engine, node_ip=f"ip {engine}", name=f"engine {engine}", host="host")
             for engine in (1, 2, 4)
@@ -189,7 +191,7 @@ def test_gloo_sends_what_all_ranks_export_to_a_segment_of_each_engine_over_one_g
         assert [info.offset for info in staged.manifest.tensors] == [info.offset for info in layout]
         assert [info.digest for info in staged.manifest.tensors] == [tensor_digest(each) for each in WEIGHTS.values()]
         assert staged.sent == (128, 0, 0)
-        address: Any = GlooAddress("rendezvous at ip 0", 3)  # type: ignore[arg-type]
+        address: Any = GlooAddress("rendezvous at ip 0", 3, 77.5)  # type: ignore[arg-type]
         join: list[Any] = [("join_gloo", "key", {0: address}, {1: (1,), 4: (2,)})] if push == 0 else []
         receive = ("receive", "key", WeightManifest(version=4, tensors=layout), False)
         assert rollout.asked == [("make_segment", nbytes), *join, receive]
@@ -200,7 +202,7 @@ def test_gloo_sends_what_all_ranks_export_to_a_segment_of_each_engine_over_one_g
     assert train.ranks[0].exports[0] == (None, torch.float32, None, 0)
     rollout.engines = (4,)
     transport.stage(PLAN, train, engines)
-    address = GlooAddress("rendezvous at ip 0", 2)  # type: ignore[arg-type]
+    address = GlooAddress("rendezvous at ip 0", 2, 77.5)  # type: ignore[arg-type]
     assert ("join_gloo", "key", {0: address}, {4: (1,)}) in rollout.asked, "the engines have changed"
     assert member.closed == 1
     rollout.asked.clear()
@@ -308,12 +310,14 @@ def test_an_engine_that_does_not_join_is_an_error_of_the_source_rank_alone(monke
 
     monkeypatch.setattr(staged_module, "GlooGroup", late)
     rank: Any = Rank(0)
-    rank.state["key"] = staged_module._Connection(Point("x", None), GlooAddress("rendezvous", 3))  # type: ignore[arg-type]
+    rank.state["key"] = staged_module._Connection(Point("x", None), GlooAddress("rendezvous", 3, 77.5))  # type: ignore[arg-type]
     error = staged_module.connect(rank, "key")
-    assert isinstance(error, WeightSyncError) and "did not join rank 0 in 120 s: 1 of 3 came" in str(error)
+    assert isinstance(
+        error, WeightSyncError
+    ) and "did not join rank 0 in 77.5 s (RolloutConfig.call_timeout): 1 of 3 came" in str(error)
     other: Any = Rank(1)
     assert staged_module.connect(other, "key") is None
-    assert staged_module.listen(other, "key", [0, 2], ["x"]) is None and not other.state
+    assert staged_module.listen(other, "key", [0, 2], ["x"], 77.5) is None and not other.state
 
 
 @pytest.fixture
@@ -390,6 +394,26 @@ def test_shared_memory_holds_the_rectangles_that_ranks_write_at_one_time(
     assert apart.sent == (128, 0, 0) and not apart.manifest.parts and ranks.ranks[1].taken == 3
     transport.close(ranks, engines)
     assert not any(rank.state for rank in ranks.ranks)
+
+
+@pytest.mark.parametrize("plan", [CUT, PLAN], ids=["rectangles", "one source"])
+def test_each_worker_has_its_rectangles_in_the_segment(ranks: Ranks, plan: PushPlan) -> None:
+    # Columns of one tensor, all of another for both, and of the third nothing for the second worker.
+    reads: list[Reads] = [
+        {"a": [((0, 2), (0, 2))], "b": [((0, 5),)], "c": [((1, 6), (0, 3))]},
+        {"a": [((0, 2), (2, 3))], "b": [((0, 5),)]},
+    ]
+    tiled = replace(plan, tiles=plan_tiles(INFOS, reads))
+    transport, engines = SharedMemoryTransport(), cast(Any, Engines())
+    staged = transport.stage(tiled, ranks, engines)
+    buffer = ranks.ranks[0].state["key"].buffer
+    check_staged(buffer, staged.manifest, engine="engine 1")
+    assert [str(tile) for tile in staged.manifest.tiles] == ["a[0:2, 0:2]", "a[0:2, 2:3]", "b[0:5]", "c[1:6, 0:3]"]
+    for tile in staged.manifest.tiles:
+        assert torch.equal(read_tensor(buffer, tile), WEIGHTS[tile.tensor][tuple(slice(*edges) for edges in tile.box)])
+    assert staged.received == (16 + 20 + 60, 8 + 20) and sum(staged.sent) == 16 + 8 + 20 + 60
+    assert staged.sent == ((32, 20, 52) if plan.parts else (104, 0, 0))
+    transport.close(ranks, engines)
 
 
 def test_a_rank_that_sends_another_rectangle_than_planned_is_refused(ranks: Ranks) -> None:

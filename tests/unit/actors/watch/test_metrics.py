@@ -111,6 +111,7 @@ def test_a_writer_that_fails_is_dropped_with_one_warning_and_the_run_continues(t
         ("mlflow", "metrics_to='mlflow': mlflow is not installed: pip install mlflow, or give none$"),
         ("nothing", "metrics_to='nothing': cannot be imported .*; give package.module:Class, or one of tensorboard"),
         ("tensorboard,mlflow", "metrics_to='mlflow': mlflow is not installed: pip install mlflow, or leave it out"),
+        (".:Writer", "metrics_to='.:Writer': cannot be imported .*'package' argument is required"),
         (f"{__name__}:NoSuchWriter", "NoSuchWriter': cannot be imported"),
         (
             "no_such_module:Writer",

@@ -6,6 +6,8 @@ import errno
 import os
 import subprocess
 from collections.abc import Iterator
+from multiprocessing import resource_tracker
+from multiprocessing.shared_memory import SharedMemory
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +16,14 @@ import pytest
 import torch
 
 from actors.wire import segment as module
-from actors.wire.segment import SharedSegment, host_identity, map_segment, remove_stale_segments
+from actors.wire.segment import (
+    SharedSegment,
+    drop_names,
+    host_identity,
+    map_segment,
+    remove_stale_segments,
+    shared_files,
+)
 from rl_backend.contracts import WeightSyncError
 
 
@@ -180,3 +189,18 @@ def test_a_host_is_its_kernel_and_its_shared_memory(monkeypatch: pytest.MonkeyPa
     assert host_identity() == f"{boot}:{os.stat('/dev/shm').st_dev}"
     monkeypatch.setattr(module, "DIRECTORY", Path("/proc"))
     assert host_identity() == f"{boot}:{os.stat('/proc').st_dev}"
+
+
+def test_names_of_shared_memory_go_and_the_memory_stays_until_its_processes_end() -> None:
+    memory, own = SharedMemory(create=True, size=4096), SharedSegment(8)
+    resource_tracker.unregister(f"/{memory.name}", "shared_memory")
+    try:
+        path = Path("/dev/shm") / memory.name
+        assert {path, own.path} <= shared_files(os.getpid()) and shared_files(2**30) == set()
+        assert drop_names([2**30, os.getpid()]) == {path} and not path.exists() and own.path.exists()
+        assert path not in shared_files(os.getpid())
+        memory.buf[0] = 7
+        assert memory.buf[0] == 7 and drop_names([os.getpid()]) == set()
+    finally:
+        memory.close()
+        own.close()

@@ -201,7 +201,7 @@ def test_a_directory_without_one_of_the_files_or_with_a_broken_one_is_named(tmp_
         read_peft_directory(path)
 
 
-def test_factors_are_padded_to_the_tenants_rank_and_scaled_to_its_scale(tmp_path: Path) -> None:
+def test_factors_get_the_tenants_rank_and_scale(tmp_path: Path) -> None:
     tensors = {
         **factors(Q, 2),
         f"{PREFIX}{EMBED}.lora_embedding_A": torch.randn(2, 9),
@@ -210,7 +210,13 @@ def test_factors_are_padded_to_the_tenants_rank_and_scaled_to_its_scale(tmp_path
     }
     adapter = read_peft_directory(write(tmp_path, tensors, alpha_pattern={"embed_tokens": 1}))
     config = LoRAConfig(rank=5, alpha=10.0)  # a scale of 2, beside 3 and 0.5
-    found = fitted_to(adapter, config, tmp_path)
+    first = {
+        **factors(Q, 5),
+        f"{PREFIX}{EMBED}.lora_embedding_A": torch.zeros(5, 9),
+        f"{PREFIX}{EMBED}.lora_embedding_B": torch.randn(6, 5),
+    }
+    first[f"{PREFIX}{Q}.lora_B.weight"].zero_()
+    found = fitted_to(adapter, config, tmp_path, first.get)
     assert found.keys() == tensors.keys()
     for module, kind, scale in ((Q, ".lora_{}.weight", 1.5), (EMBED, ".lora_embedding_{}", 0.25)):
         a, b = (found[PREFIX + module + kind.format(part)] for part in "AB")
@@ -218,16 +224,21 @@ def test_factors_are_padded_to_the_tenants_rank_and_scaled_to_its_scale(tmp_path
         assert a.shape == (5, old_a.shape[1]) and b.shape == (old_b.shape[0], 5)
         torch.testing.assert_close(config.scale * b @ a, adapter.scales[module] * old_b @ old_a)
         assert torch.equal(a[:2], old_a) and torch.equal(b[:, :2], scale * old_b)
-        assert not a[2:].any() and not b[:, 2:].any()
-    same = fitted_to(adapter, LoRAConfig(rank=2, alpha=6), tmp_path)
+        new_a, new_b = (first[PREFIX + module + kind.format(part)] for part in "AB")
+        assert torch.equal(a[2:], new_a[2:]) and torch.equal(b[:, 2:], new_b[:, 2:])
+    # Of another module, or of a layer of another size: the caller refuses these by their names or shapes.
+    for others in ({}, {name: value.repeat(1, 2) for name, value in first.items()}):
+        fitted = fitted_to(adapter, config, tmp_path, others.get)
+        assert torch.equal(fitted[f"{PREFIX}{Q}.lora_A.weight"], tensors[f"{PREFIX}{Q}.lora_A.weight"])
+    same = fitted_to(adapter, LoRAConfig(rank=2, alpha=6), tmp_path, {}.get)
     assert torch.equal(same[f"{PREFIX}{Q}.lora_B.weight"], tensors[f"{PREFIX}{Q}.lora_B.weight"])
     with pytest.raises(UnsupportedError, match=rf"({Q}|{EMBED}) has rank 2 .* LoRAConfig\.rank=1 .* at least this rank"):
-        fitted_to(adapter, LoRAConfig(rank=1), tmp_path)
+        fitted_to(adapter, LoRAConfig(rank=1), tmp_path, {}.get)
     with pytest.raises(UnsupportedError, match=r"use_dora=False, the tenant has LoRAConfig\.rank=2 and use_dora=True"):
-        fitted_to(adapter, LoRAConfig(rank=2, use_dora=True), tmp_path)
+        fitted_to(adapter, LoRAConfig(rank=2, use_dora=True), tmp_path, {}.get)
     magnitude = {f"{PREFIX}{Q}.lora_magnitude_vector": torch.arange(7.0)}
     dora = read_peft_directory(write(tmp_path, {**factors(Q, 2), **magnitude}, use_dora=True))
-    fitted = fitted_to(dora, LoRAConfig(rank=3, use_dora=True), tmp_path)
+    fitted = fitted_to(dora, LoRAConfig(rank=3, use_dora=True), tmp_path, {}.get)
     assert torch.equal(fitted[f"{PREFIX}{Q}.lora_magnitude_vector"], torch.arange(7.0)) and len(fitted) == 3
 
 

@@ -228,6 +228,10 @@ def test_a_call_that_fails_counts_zero_or_drops(kind: str, policy: Any, opened: 
             sys.exit(3)
         if solution_str == "end":
             raise StopIteration
+        if solution_str == "odd":
+            return type("Odd", (), {"__float__": lambda _: sys.exit(4)})()
+        if solution_str == "own":
+            return type("Own", (dict,), {"get": lambda *_: {}["score"]})()
         return {"a": "high", "b": float("nan")}.get(solution_str) or float(solution_str)
 
     async def asynchronous(**arguments: Any) -> Any:
@@ -237,10 +241,11 @@ def test_a_call_that_fails_counts_zero_or_drops(kind: str, policy: Any, opened: 
         kind
     ]
     rewards = opened.enter_context(of(function, on_failure=policy, **options))
-    scores = rewards.score(calls("1", "x", "2", "a", "b", "exit", "end"))
-    assert values(scores) == [1, 0, 2, 0, 0, 0, 0]
+    scores = rewards.score(calls("1", "x", "2", "a", "b", "exit", "end", "odd", "own"))
+    assert values(scores) == [1, 0, 2, 0, 0, 0, 0, 0, 0]
     assert [score.dropped for score in scores] == [policy == "drop" and bool(score.failures) for score in scores]
     problems = ["", "raised ValueError", "", "returned 'high'; expected a real number", "returned nan", "ended the process"]
+    problems += ["raised", "ended the process, SystemExit(4)", "raised KeyError: 'score'"]
     for score, problem in zip(scores, problems, strict=False):
         assert len(score.failures) == bool(problem)
         assert all(f"the reward function {problem}" in failure for failure in score.failures)

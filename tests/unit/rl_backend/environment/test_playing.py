@@ -4,7 +4,7 @@ import asyncio
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -217,6 +217,11 @@ def test_a_cancellation_that_is_the_players_own_ends_its_episode_alone(whole: bo
     [
         (None, "returned NoneType; expected a Result"),
         *((Result(reward=float(each)), f"reward of {each}; it must be a finite number") for each in ("nan", "inf", "-inf")),
+        *((Result(reward=each), "no number in its reward or its metrics: ") for each in cast(list[Any], [None, [1], "x"])),
+        *(
+            (Result(metrics=each), "no number in its reward or its metrics: ")
+            for each in cast(list[Any], [None, {"a": "x"}])
+        ),
     ],
 )
 def test_a_player_that_returns_no_result_fails(result: Any, problem: str) -> None:

@@ -112,12 +112,14 @@ def test_events_of_processes_and_resumes_stand_in_the_order_of_their_steps(tmp_p
     lost = {
         3: {"engines/died": 1.0, "engines/seconds_lost": 12.5},
         2: {"recovery/count": 1.0},
+        4: {"reshape/ranks": 1.0},
     }
     resumed = [{"after_step": 2, "at": "2026-01-01", "damaged": ["step-00000004"]}, "?", {"after_step": "?"}]
     page = report(write_run(tmp_path, 4, lambda step: {"reward": 0.5} | lost.get(step, {}), run={"resumed": resumed}))
     assert [line.text for line in page.one("section", id="events").all("li")] == [
         "step 2: recovery count 1, resumed after it at 2026-01-01, because step-00000004 was damaged",
         "step 3: engines died 1, engines seconds lost 12.5",
+        "step 4: reshape ranks 1",
     ]
     assert not report(write_run(tmp_path / "quiet", 4, lambda step: {"reward": 0.5})).all("section", id="events")
 
@@ -258,6 +260,23 @@ def test_the_last_step_of_many_samples_is_found_without_reading_them_all(tmp_pat
     heads = [heading.text for heading in page.one("section", id="samples").all("h3")]
     assert heads[0].startswith("Step 1") and heads[1].startswith("Step 59")
     assert "8500 more characters" in page.one("section", id="samples").all("em")[0].text
+
+
+def test_of_a_set_larger_than_what_is_read_both_steps_have_the_same_prompts(tmp_path: Path) -> None:
+    held_out = [
+        {"step": step, "prompt": f"p{row}", "response": "long " * 2000, "reward": float(step > 0 and row < 9)}
+        for step in (0, 5, 10)
+        for row in range(600)
+    ]
+    folder = write_run(tmp_path, 10, lambda step: {"reward": 0.0}, [])
+    (folder / "held_out.jsonl").write_text("".join(json.dumps(line) + "\n" for line in held_out))
+    section = report(folder).one("section", id="held-out-answers")
+    before, after = (heading.text for heading in section.all("h3"))
+    assert before.startswith("Before the first step") and after.startswith("Step 10")
+    # 4 MiB of lines of 10 KiB, of which nine have learned.
+    shared = int(re.findall(r"first (\d+) samples, mean reward 0$", before)[0])
+    assert abs(int(re.findall(r"first (\d+) samples", after)[0]) - shared) <= 1 and 300 < shared < 600
+    assert f"Of {shared} prompts that both steps had" in section.text or f"Of {shared - 1} prompts" in section.text
 
 
 ODD_METRICS = [

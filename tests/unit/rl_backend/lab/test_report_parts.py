@@ -132,7 +132,11 @@ def test_of_many_responses_the_best_the_middle_and_the_worst_are_shown(tmp_path:
     found = cells([sample(3, "p", reward, f"r{reward}") for reward in rewards], [], tmp_path)
     assert [response.one("pre").text for response in found.all("div", class_="response")] == ["r0.9", "r0.3", "rNone"]
     text = found.text
-    assert "All samples are of one step." in text and "mean of 4: 0.5" in text and "5 samples, mean reward 0.5" in text
+    assert (
+        "All samples are of one step." in text
+        and "mean of 4: 0.5" in text
+        and "the first 5 samples, mean reward 0.5" in text
+    )
     assert "its best, its middle and its worst of up to 3 responses" in text
     sides = [
         response.one("span", class_="reward").attributes["class"] for response in found.all("div", class_="response")[:2]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import pytest
 from pydantic import Field, model_validator
@@ -46,6 +46,8 @@ class Many(BaseConfig):
     texts: tuple[str, ...] | None = ()
     either: str | dict[str, Any] | None = "e"
     named: dict[str, Any] = Field(default_factory=dict)
+    always: tuple[str, ...] = ("x",)
+    kind: Literal["none", "full"] = "full"
 
 
 def read(*arguments: str) -> Mine:
@@ -130,6 +132,11 @@ def test_a_list_is_given_by_commas_as_json_or_piece_by_piece(words: tuple[str, .
 )
 def test_an_object_is_given_by_names_as_json_or_piece_by_piece(words: tuple[str, ...], value: object) -> None:
     assert parse_config(Many, "", [f"--either={word}" for word in words]).either == value
+
+
+def test_none_is_nothing_or_the_choice_of_that_name() -> None:
+    config = parse_config(Many, "", ["--always=a", "--always=none", "--named=none", "--kind=none"])
+    assert (config.always, config.named, config.kind) == ((), {}, "none")
 
 
 @pytest.mark.parametrize(

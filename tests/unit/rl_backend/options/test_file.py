@@ -46,6 +46,11 @@ BAD_FILES = {
     ("a.json", '{\n"lr": 1,\n"lr": 2\n}'): ", line 3: lr is there twice, first in line 2; keep one",
     ("a.json", '{\n"steps": 0}'): ", line 2: steps=0: input should be greater than or equal to 1",
     ("a.json", "[" * 100_000): ": maximum recursion depth exceeded",
+    ("a.yaml", "lr: 1\non: 2\n"): ", line 2: on: there is no such option; did you mean ",
+    ("a.yaml", "7: 2\n"): ", line 1: 7: there is no such option; ",
+    ("a.yaml", "train: &t {backend_cfg: *t}"): ": maximum recursion depth exceeded",
+    ("a.yaml", "plugins: 5"): ", line 1: plugins=5: input should be a valid tuple",
+    ("a.yaml", "plugins: null"): ", line 1: plugins=null: input should be a valid tuple",
 }
 
 

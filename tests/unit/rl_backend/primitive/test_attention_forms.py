@@ -74,8 +74,7 @@ def test_the_flash_kernel_is_given_what_it_takes(
         query = query * (scale * query.shape[-1] ** 0.5)
         return masked_softmax(query, key, value, query_lens, key_lens, None if left == -1 else left + 1)
 
-    monkeypatch.setattr(attention, "varlen_attn", kernel)
-    monkeypatch.setattr(attention, "_VARLEN_HAS_GQA", has_groups)
+    monkeypatch.setattr(attention, "_varlen_kernel", lambda: (kernel, has_groups))
     qkv = draw(heads, kv_heads, key_dim, value_dim)
     found = attention.varlen_attention(*qkv, segments_of(LENGTHS), window)
     torch.testing.assert_close(found, masked_softmax(*qkv, *LENGTHS, window))

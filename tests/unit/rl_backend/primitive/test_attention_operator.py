@@ -42,7 +42,7 @@ def test_torch_finds_the_operator_as_it_is_declared(segments: Segments) -> None:
     hidden = segments.hidden()
     torch.library.opcheck(
         torch.ops.rl_backend.blocked_attention.default,
-        (*inputs(segments)[:3], hidden.edges, hidden.key_index, inputs(segments)[3]),
+        (*inputs(segments)[:3], hidden.edges, inputs(segments)[3]),
         test_utils=("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic"),
     )
 

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from rl_backend.data import prefixes
+from rl_backend.primitive import attention
 from rl_backend.primitive.attention import Segments, packed_attention
 from rl_backend.primitive.prefix_tree import PrefixTree, take_rows
 from tests.support.random_trees import sequences_of_a_tree
@@ -17,7 +18,9 @@ TREE = PrefixTree(lengths=(3, 2, 1, 4), parents=(-1, 0, 0, -1), ends=(1, 2, 0, 3
 
 def test_rows_of_runs_paths_and_tokens() -> None:
     assert (TREE.num_rows, TREE.starts) == (10, (0, 3, 5, 6))
-    assert (TREE.lengths, TREE.key_lens) == ((3, 2, 1, 4), (3, 5, 4, 4))
+    assert (TREE.lengths, TREE.key_lens, TREE.rows_after) == ((3, 2, 1, 4), (3, 5, 4, 4), (3, 0, 0, 0))
+    deeper = PrefixTree((3, 2, 1, 4, 1), (-1, 0, 1, 0, -1), (2, 3, 4))
+    assert deeper.rows_after == (7, 1, 0, 0, 0)
     assert [TREE.path(run) for run in range(4)] == [(0,), (0, 1), (0, 2), (3,)]
     assert TREE.key_rows.tolist() == [0, 1, 2, *(0, 1, 2, 3, 4), *(0, 1, 2, 5), *(6, 7, 8, 9)]
     assert TREE.rows_of_tokens.tolist() == [0, 1, 2, 3, 4, *(0, 1, 2, 5), *(0, 1, 2), *(6, 7, 8, 9), *(0, 1, 2, 3, 4)]
@@ -51,23 +54,33 @@ def test_attention_over_a_tree_is_that_of_its_sequences(
     for seed in range(10):
         sequences = sequences_of_a_tree(seed)
         tree = prefixes.grow(sequences)
-        assert tree.shares
-        generator = torch.Generator().manual_seed(seed)
+        assert tree.shares and tree.num_tokens == sum(map(len, sequences))
+        assert_as_whole_sequences(tree, window, (4, 2), has_sinks=has_sinks)
 
-        def random(*shape: int, generator: torch.Generator = generator) -> Tensor:
-            return torch.randn(shape, generator=generator, dtype=torch.float64).requires_grad_()
 
-        query, key, value = random(tree.num_rows, 4, 8), random(tree.num_rows, 2, 8), random(tree.num_rows, 2, 6)
-        sinks = random(4) if has_sinks else None
-        inputs = [each for each in (query, key, value, sinks) if each is not None]
-        places = tree.rows_of_tokens
-        lengths = [len(ids) for ids in sequences]
-        whole = Segments.of_sequences(torch.tensor([0, *lengths]).cumsum(0).to(torch.int32), lengths)
-        mix = torch.randn(len(places), 4, 6, generator=generator, dtype=torch.float64)
-        found = []
-        for attended in (
-            packed_attention(query, key, value, Segments.of_tree(tree), window, sinks)[places],
-            packed_attention(query[places], key[places], value[places], whole, window, sinks),
-        ):
-            found.append((attended, *torch.autograd.grad((attended * mix).sum(), inputs)))
-        torch.testing.assert_close(found[0], found[1], rtol=0.0, atol=1e-12)
+@pytest.mark.parametrize("has_sinks", [False, True])
+def test_rows_after_a_long_run_attend_to_it_in_several_products(monkeypatch: pytest.MonkeyPatch, has_sinks: bool) -> None:
+    monkeypatch.setattr(attention, "_BATCHED_SCORES", 0)
+    tree = PrefixTree((70, 90, 3, 65, 20), (-1, 0, 1, 0, -1), (3, 2, 1, 4))
+    assert_as_whole_sequences(tree, None, (9, 3), has_sinks=has_sinks)
+
+
+def assert_as_whole_sequences(tree: PrefixTree, window: int | None, heads: tuple[int, int], *, has_sinks: bool) -> None:
+    generator = torch.Generator().manual_seed(tree.num_rows)
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator, dtype=torch.float64).requires_grad_()
+
+    query, key, value = (random(tree.num_rows, *sizes) for sizes in ((heads[0], 8), (heads[1], 8), (heads[1], 6)))
+    sinks = random(heads[0]) if has_sinks else None
+    inputs = [each for each in (query, key, value, sinks) if each is not None]
+    places, lengths = tree.rows_of_tokens, [tree.key_lens[end] for end in tree.ends]
+    whole = Segments.of_sequences(torch.tensor([0, *lengths]).cumsum(0).to(torch.int32), lengths)
+    mix = torch.randn(len(places), heads[0], 6, generator=generator, dtype=torch.float64)
+    found = []
+    for attended in (
+        packed_attention(query, key, value, Segments.of_tree(tree), window, sinks)[places],
+        packed_attention(query[places], key[places], value[places], whole, window, sinks),
+    ):
+        found.append((attended, *torch.autograd.grad((attended * mix).sum(), inputs)))
+    torch.testing.assert_close(found[0], found[1], rtol=0.0, atol=1e-12)

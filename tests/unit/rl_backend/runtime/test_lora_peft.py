@@ -188,6 +188,10 @@ def test_ranks_and_scales_of_single_modules_are_read(
     tenant = runtime.create_lora_adapter(base, LoRAConfig(rank=8, alpha=16.0, targets=("q_proj", "up_proj")))
     runtime.import_lora_adapter(tenant, tmp_path / "adapter")
     assert float((transformers_log_probs(theirs) - log_probs(runtime, tenant)).abs().max()) < 1e-5
+    # Of q_proj there are four ranks more than the directory has: they learn too.
+    data = pack(random_token_sequences(LENGTHS, VOCAB_SIZE, 0), {"batch_num_tokens": 1.0, "dp_size": 1})
+    runtime.forward_backward(tenant, [data], nll)
+    assert all(gradient.any(dim=0).all() for name, gradient in runtime.export_gradients(tenant) if "lora_B" in name)
 
 
 def test_what_cannot_be_read_is_refused_by_name(

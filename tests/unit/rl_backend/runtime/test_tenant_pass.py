@@ -148,9 +148,11 @@ def test_dropout_is_drawn_once_for_each_run_of_a_tenant_that_has_it_and_trains()
         draws = [
             [run.draw for run in tenants.runs(index, each, [1] * each.num_sequences)] for index, each in enumerate(data)
         ]
-        # Draw d of rank 1 of 3 is 3 * d + 1, so that no two ranks draw the same, and no two runs of one micro-batch.
-        assert draws == ([[22, 25, None], [None, None], [28]] if trains else [[None] * 3, [None] * 2, [None]])
-        assert [each.rows.num_draws for each in (wet, dry, still)] == [10, 0, 0]
+        # Run r of pass 7 on rank 1 of 3 has a draw that no other rank, no other run and no other pass has.
+        first, second, third = (3 * (7 * 2**20 + run) + 1 for run in range(3))
+        drawn = [[first, second, None], [None, None], [third]]
+        assert draws == (drawn if trains else [[None] * 3, [None] * 2, [None]])
+        assert [each.rows.num_draws for each in (wet, dry, still)] == [8, 0, 0]
         assert [each.optimizer.expected for each in (wet, dry, still)] == [1, 1, 1]
 
 

@@ -344,6 +344,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> Any:
     address = SimpleNamespace(get_node_ip_address=lambda: "10.0.0.7")
     monkeypatch.setattr(engine_module, "ray", SimpleNamespace(get_runtime_context=lambda: context, util=address))
     monkeypatch.setattr(engine_module, "remove_stale_segments", lambda: done.append("remove"))
+    monkeypatch.setattr(engine_module, "drop_names", lambda pids: done.append(("drop", *pids)))
     monkeypatch.setattr(in_process, "choose_cores", lambda config, *where: done.append(where) or (4, 5))
     monkeypatch.setattr(in_process, "prepare_process", lambda *of: done.append(("prepare", *of)))
     monkeypatch.setattr(in_process, "start_vllm", start)
@@ -369,7 +370,8 @@ def test_an_engine_starts_on_cores_of_its_own_and_says_what_it_is(
     cores = (4, 5) if device == "cpu" else ()
     chosen: list[Any] = [(6, place)] if device == "cpu" else []
     expect = ("expect", str(tmp_path), "float16", {"a": "float32"})
-    assert started == ["remove", *chosen, ("prepare", device, cores, 2), ("start", device), True, expect]
+    drop = ("drop", os.getpid(), os.getpid(), os.getppid())
+    assert started == ["remove", *chosen, ("prepare", device, cores, 2), ("start", device), True, expect, drop]
     assert engine._vllm.llm.told == [
         ("describe_parameters", ["tensor"]),
         *([("moe_layers",)] if routed else []),

@@ -33,7 +33,7 @@ class Set:
             engine: SimpleNamespace(node_id=f"node {engine}", host="host", name=engine_name(engine))
             for engine in self.actors
         }
-        self.origin = EngineSet(RolloutConfig(model_path="x", num_engines=6, sampling_timeout=60.0))
+        self.origin = EngineSet(RolloutConfig(model_path="x", num_engines=6, sampling_timeout=60.0, call_timeout=77.5))
         self.origin.add(self.actors, infos)
         self.lost = dict(lost or {})
         self.origin._lost |= self.lost
@@ -89,7 +89,7 @@ def test_an_engine_that_does_not_answer_in_time_is_dead_and_ended(ray: RayInProc
     assert isinstance(outcomes[0], EngineDeadError) and "engine 0 did not answer for 7 s" in str(outcomes[0])
     assert outcomes[2] is None and ray.waited == [7.0] and ray.killed == ["actor 0"]
     made.actors[2].silent = {"describe"}
-    assert "did not answer for 600 s" in str(made.engines.call("describe")[2])
+    assert "did not answer for 77.5 s" in str(made.engines.call("describe")[2])
 
 
 @pytest.mark.parametrize("kill", [True, False])

@@ -26,6 +26,7 @@ from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 from vllm.model_executor.models.gpt_oss import GptOssModel
 from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler
+from vllm.v1.sample.sampler import Sampler
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
 from actors.rollout.vllm import patches
@@ -296,6 +297,39 @@ def test_tokens_are_drawn_as_often_as_they_are_likely_and_never_those_that_are_c
     assert 0 <= int(patches._tokens_at(torch.full((1, 4), torch.nan), ends[:1])) < 4
 
 
+@pytest.mark.parametrize("greedy", [True, False])
+def test_log_probs_of_many_words_are_not_too_high(greedy: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Sampler, "sample", inspect.unwrap(Sampler.sample))
+    vllms = Sampler.sample
+    patches.normalise_log_probs_again()
+    # A likely word, and very many others that have a part of the probability together.
+    logits = 2 * torch.randn(4, 49_152, generator=torch.Generator().manual_seed(0))
+    logits[:, 7] += 20.0
+    exact, kept = logits.double().log_softmax(-1), "processed_logprobs"
+    topk_topp = method(TopKTopPSampler, logprobs_mode=kept, use_fp64_gumbel=False)
+    sampler: Any = method(Sampler, logprobs_mode=kept, topk_topp_sampler=topk_topp.forward_cpu)
+    options = {"top_k": None, "top_p": None, "max_num_logprobs": 0, "logprob_token_ids": None}
+    no_processors = SimpleNamespace(argmax_invariant=[])
+    metadata = SimpleNamespace(
+        all_greedy=greedy,
+        all_random=not greedy,
+        temperature=torch.ones(4),
+        generators=generators([4, 5, 6, 7]),
+        logitsprocs=no_processors,
+        **options,
+    )
+
+    def error(sample: Any) -> float:
+        _, log_probs = sample(sampler, logits.clone(), metadata)
+        return float((log_probs - exact)[:, 7].mean())
+
+    assert error(vllms) > 1e-6, "it changes nothing where vLLM is as exact itself"
+    assert abs(error(Sampler.sample)) < 2e-7
+    # What is no log-prob stays.
+    _, returned = Sampler.sample(sampler, logits.clone(), metadata, "processed_logits" if greedy else None)
+    assert returned is not None and torch.equal(returned, logits) == greedy
+
+
 @pytest.mark.parametrize(
     ("change", "owner", "name"),
     [
@@ -303,6 +337,7 @@ def test_tokens_are_drawn_as_often_as_they_are_likely_and_never_those_that_are_c
         (patches.route_by_sigmoid_without_groups, CPURouter, "__init__"),
         (patches.turn_generators_back, CPUModelRunner, "_sample"),
         (patches.draw_one_number_for_a_token, TopKTopPSampler, "forward_cpu"),
+        (patches.normalise_log_probs_again, Sampler, "sample"),
         (patches.multiply_adapters_once_for_all_rows, punica_cpu, "bgmv_shrink"),
     ],
 )

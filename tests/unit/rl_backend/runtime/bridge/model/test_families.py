@@ -37,8 +37,9 @@ EQUAL: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2, yarn": ("qwen2", {**NO_HEAD_DIM, "rope_parameters": YARN}),
     "qwen3": ("qwen3", {}),
     "qwen3, untied": ("qwen3", {"tie_word_embeddings": False}),
-    "qwen3, linear": ("qwen3", {"rope_parameters": LINEAR}),
-    "qwen3, yarn": ("qwen3", {"rope_parameters": YARN}),
+    # Sequences are as long as the scaling makes the 32 positions, as engines and the native runtime take them.
+    "qwen3, linear": ("qwen3", {"rope_parameters": LINEAR, "max_position_embeddings": 32}),
+    "qwen3, yarn": ("qwen3", {"rope_parameters": YARN, "max_position_embeddings": 32}),
     "llama": ("llama", {}),
     "llama, heads wider than the hidden state": ("llama", {"head_dim": 64}),
     "llama, llama3": ("llama", {"rope_parameters": LLAMA3}),
