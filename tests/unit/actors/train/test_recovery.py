@@ -160,7 +160,7 @@ def test_who_waits_for_what_a_failed_recovery_did_not_send_again_is_told(model: 
         group.forward_backward(policy, sequences(1), sft_loss)
         dead = group.zero_grad.submit(policy)
         kept = recovery._kept._kept[-1]
-        with pytest.raises(GroupFailedError, match=r"^operation 2 \(forward_backward\) has ended its ranks 2 times"):
+        with pytest.raises(GroupFailedError, match=r"^operation 2 \(forward_backward\) \(.+\) has ended its ranks 2 times"):
             dead.result()
         found: list[Exception] = []
 
