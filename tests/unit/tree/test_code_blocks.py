@@ -125,6 +125,12 @@ OTHER_CHECKS: Sequence[tuple[str, str, Callable[[CodeBlock], None] | None, str]]
     ("docs/cluster.md", "--environment", None, "a part of a command that needs a cluster"),
     ("docs/coming_from_trl.md", "prompts_per_step", parses, "formulas"),
     ("docs/concepts.md", "(token_losses", is_mean_over_tokens, ""),
+    (
+        "docs/cluster.md",
+        "samples = ",
+        parses,
+        "not run: needs a GPU; tests/unit/actors/rollout/engine/test_engine.py has its order",
+    ),
     ("docs/data.md", '{"prompt": "2', are_rows_with_answers, ""),
     ("docs/data.md", '{"prompt": [', is_row_with_tools, ""),
     ("docs/data.md", "def compute_score", is_signature_of_rewards, ""),
