@@ -31,7 +31,7 @@ def test_two_workers_are_sent_what_they_read(
     model: str,
     layout: ParallelConfig,
 ) -> None:
-    # Experts of one worker are seen in test_reads.py: vLLM's kernel of experts for CPUs ends a worker that has not all of them.
+    # Experts of one worker alone are in test_reads.py: vLLM's kernel for CPUs ends a worker that has not all experts.
     path = untied_model if model == "dense" else write_tiny_qwen3_moe(tmp_path)
     trainer = ReferenceTrainer(path)
     settings: dict[str, Any] = {"tensor_parallel": 2, "cores": ((0, 1),), "load_format": "dummy"}
