@@ -20,11 +20,8 @@ SAMPLING = SamplingConfig(n=2, max_new_tokens=12)
 
 @pytest.mark.shows("sync: each of an engine's two workers is sent at most 1.05 times what it holds, and serves the weights")
 @pytest.mark.parametrize(
-    ("model", "layout", "engine_args"),
-    [
-        ("dense", ParallelConfig(tp=2), {}),
-        pytest.param("mixture", ParallelConfig(ep=2), {"enable_expert_parallel": True}, marks=pytest.mark.long),
-    ],
+    ("model", "layout"),
+    [("dense", ParallelConfig(tp=2)), pytest.param("mixture", ParallelConfig(ep=2), marks=pytest.mark.long)],
 )
 def test_two_workers_are_sent_what_they_read(
     ray_cluster: None,
@@ -33,11 +30,11 @@ def test_two_workers_are_sent_what_they_read(
     monkeypatch: pytest.MonkeyPatch,
     model: str,
     layout: ParallelConfig,
-    engine_args: dict[str, Any],
 ) -> None:
+    # Experts of one worker alone are in test_reads.py: vLLM's kernel for CPUs ends a worker that has not all experts.
     path = untied_model if model == "dense" else write_tiny_qwen3_moe(tmp_path)
     trainer = ReferenceTrainer(path)
-    settings: dict[str, Any] = {"tensor_parallel": 2, "cores": ((0, 1),), "load_format": "dummy", "engine_args": engine_args}
+    settings: dict[str, Any] = {"tensor_parallel": 2, "cores": ((0, 1),), "load_format": "dummy"}
     engines = RolloutConfig(
         model_path=str(path), device="cpu", dtype="float32", max_model_len=256, kv_cache_gib=0.05, **settings
     )
