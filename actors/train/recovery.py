@@ -480,7 +480,7 @@ class Recovery[R: Ranks]:
             self.stop(f"{kept.title} has ended its ranks twice")
             message = error.message.removesuffix(f"; {AFTERWARDS}")
             rows = "" if isinstance(kept.call, bytes) else f" (rows: {kept.call.describe()})"
-            memory = f". Then held memory: {held}" if (held := error.details.get("memory")) else ""
+            memory = f". Then held memory on the driver's node: {held}" if (held := error.details.get("memory")) else ""
             raise GroupFailedError(
                 f"{kept.title}{rows} has ended its ranks {kept.deaths} times, at last so: {message}{memory}; all ranks were "
                 "stopped. The newest checkpoint is whole: find what this operation does to a rank, and continue with "

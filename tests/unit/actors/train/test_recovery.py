@@ -145,7 +145,7 @@ def test_an_operation_that_ends_its_ranks_twice_ends_the_group_by_its_name(model
             GroupFailedError,
             match=r"^operation 3 \(forward_backward\) \(rows: 3 sequences of up to 12 tokens, 26 in all, on 1 "
             r"data-parallel rank\) has ended its ranks 2 times, at last so: .*"
-            r"\. Then held memory: engine 3 GB; all ranks were stopped",
+            r"\. Then held memory on the driver's node: engine 3 GB; all ranks were stopped",
         ):
             group.forward_backward(policy, sequences(1), sft_loss)
         assert len(ranks) == 2 and not group.recoveries

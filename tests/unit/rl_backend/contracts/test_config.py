@@ -46,6 +46,16 @@ FULL: dict[str, dict[str, Any]] = {
         "start": (1, 0),
         "rank": 1,
     },
+    "TensorTile": {
+        "name": "w[1:2, 0:3]",
+        "shape": (1, 3),
+        "dtype": "bfloat16",
+        "nbytes": 6,
+        "tensor": "w",
+        "whole": (2, 3),
+        "start": (1, 0),
+        "workers": (0, 1),
+    },
     "WeightManifest": {"version": 3, "tensors": (TensorInfo(name="w", shape=(), dtype="float32", nbytes=4),)},
     "TrainingManifest": {
         "model_type": "qwen3",
