@@ -136,8 +136,10 @@ def test_layouts_train_as_with_whole_sequences(
         torch.testing.assert_close(shared.log_probs, alone.log_probs, rtol=0.0, atol=1e-10)
         assert_near(shared.gradients, alone.gradients, 1e-10)
         assert_near(shared.weights, alone.weights, 1e-8)
-        assert alone.computed == 0.0 and 0.0 < shared.computed < 1.0
-    assert min(shared.computed for _, shared in found) < 0.7
+        assert alone.computed == 0.0
+    # Of a pipeline only the stage with the loss counts.
+    counted = [shared.computed for _, shared in found if shared.computed]
+    assert counted and max(counted) < 1.0 and min(counted) < 0.7
 
 
 @pytest.mark.shows("runtime: ranks with context parallelism compute every sequence by itself, as tokens_computed says")

@@ -139,6 +139,12 @@ class StandingEngine(Engine[StandingHandle]):
     def gather_weights(self, *arguments: Any) -> Any:
         return iter(())
 
+    def parts(self, *arguments: Any) -> Any:
+        return iter(())
+
+    def shard_infos(self, *arguments: Any) -> Any:
+        return ()
+
     def gather_gradients(self, *arguments: Any) -> Any:
         return iter(())
 

@@ -46,7 +46,15 @@ def worker_model(
     with config_folder(read_hf_config(path)) as folder:
         config = _vllm_config(path, size, hf_config_path=folder, **engine_args)
     alone, shared = _Group(0, 1), _Group(rank, size)
-    groups = {"_WORLD": shared, "_TP": shared, "_EP": shared, "_PP": alone, "_DP": alone, "_DCP": alone, "_PCP": alone}
+    groups: dict[str, Any] = {
+        "_WORLD": shared,
+        "_TP": shared,
+        "_EP": shared,
+        "_PP": alone,
+        "_DP": alone,
+        "_DCP": alone,
+        "_PCP": alone,
+    }
     with (
         mock.patch.multiple(parallel_state, **groups),
         set_current_vllm_config(config),
