@@ -17,7 +17,6 @@ import random
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import ray
@@ -25,6 +24,7 @@ import torch
 
 from actors import RankContext, RolloutConfig, RolloutGroup, TrainGroup, WeightSync, sample_seeds
 from actors.cluster.session import init_local_ray
+from benchmarks.process_use import pss
 from benchmarks.report import machine, require_sleeping_threads, write_result
 from benchmarks.sharded_sync import GIB, PROMPTS, SAMPLING, grpo_step
 from rl_backend.contracts import NativeConfig, OptimizerConfig, RuntimeConfig, TokenSequence
@@ -35,16 +35,6 @@ from tests.support.libraries import smollm2
 
 KV_CACHE_GIB = 1.5
 MICRO_BATCH = 1024
-
-
-def held(pids: Sequence[int]) -> float:
-    """GiB; of memory that processes share each has its part."""
-    total = 0
-    for pid in pids:
-        for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
-            if line.startswith("Pss:"):
-                total += int(line.split()[1])
-    return total * 1024 / GIB
 
 
 class Watch:
@@ -59,7 +49,7 @@ class Watch:
         ended, most = threading.Event(), self.phases.setdefault(name, {})
 
         def look() -> None:
-            now = {who: held(pids) for who, pids in self._pids.items()}
+            now = {who: sum(map(pss, pids)) / GIB for who, pids in self._pids.items()}
             for who, value in (now | {"both": sum(now.values())}).items():
                 most[who] = max(most.get(who, 0.0), value)
 

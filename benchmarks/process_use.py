@@ -99,6 +99,12 @@ def kind_of(command: str) -> str:
     return "rest"
 
 
+def pss(pid: int) -> int:
+    """Bytes that a process holds; of memory that processes share each has its part. OSError for one that has ended."""
+    lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("Pss:"))
+
+
 def _sample(mark: str, lines_of: Path, use: Use, cpu: dict[int, float], done: threading.Event) -> None:
     while not done.wait(INTERVAL_SECONDS):
         memory: dict[str, int] = {}
@@ -107,11 +113,9 @@ def _sample(mark: str, lines_of: Path, use: Use, cpu: dict[int, float], done: th
             try:
                 times = (folder / "stat").read_text().rpartition(")")[2].split()
                 cpu[pid] = (int(times[11]) + int(times[12])) / _TICKS
-                rollup = (folder / "smaps_rollup").read_text()
+                memory[kind] = memory.get(kind, 0) + pss(pid)
             except (OSError, IndexError):
                 continue  # it has ended meanwhile
-            pss = next(int(line.split()[1]) * 1024 for line in rollup.splitlines() if line.startswith("Pss:"))
-            memory[kind] = memory.get(kind, 0) + pss
         count = len(lines_of.read_bytes().splitlines()) if lines_of.is_file() else 0
         now = time.monotonic()
         use.lines.extend([now] * (count - len(use.lines)))

@@ -34,6 +34,7 @@ from rl_backend.contracts import (
     EngineDirtyError,
     RanksReplacedError,
     RLBackendError,
+    TensorInfo,
     TensorTile,
     UnsupportedError,
     WeightCheckError,
@@ -42,7 +43,7 @@ from rl_backend.contracts import (
 )
 from rl_backend.contracts.errors import listed
 from rl_backend.trace.recorder import span
-from rl_backend.weights.tiles import Reads, plan_tiles
+from rl_backend.weights.tiles import plan_tiles
 
 _CANARY = Canary()
 
@@ -119,7 +120,8 @@ class WeightSync:
         self._served = UNVERSIONED
         self._staged: Staged | None = None
         self._digests: tuple[int, SourceRanks, dict[str, str]] | None = None
-        self._reads: tuple[Reads, ...] | None = None
+        # Tensors, and what workers of engines read of them.
+        self._tiled: tuple[tuple[TensorInfo, ...], tuple[TensorTile, ...]] = ((), ())
         self._adapter: AdapterPush | None = None
         is_tenant = isinstance(handle, HandleRef) and handle.lora_id >= 0
         self._merged = handle.name if merged and is_tenant else ""
@@ -334,12 +336,12 @@ class WeightSync:
         """What workers of engines read of the weights; nothing where each engine has only one, which reads all."""
         if rollout.config.tensor_parallel == 1 or not rollout.engines:
             return ()
-        if self._reads is None:
+        if self._tiled[0] != plan.infos:
             # Engines are alike; each of them compares the plan with what its own workers read.
             asked = rollout.call("weight_reads")
             raise_failures(asked)
-            self._reads = next(iter(asked.values()))
-        return plan_tiles(plan.infos, self._reads)
+            self._tiled = plan.infos, plan_tiles(plan.infos, next(iter(asked.values())))
+        return self._tiled[1]
 
     def _verify(self, staged: Staged, rollout: EngineSet, clock: PushClock) -> None:
         with clock.phase("verify"):

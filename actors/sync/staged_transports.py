@@ -62,7 +62,7 @@ from rl_backend.contracts import (
 from rl_backend.weights.changes import make_patch
 from rl_backend.weights.inspection import block_threads, tensor_digest
 from rl_backend.weights.staging import as_announced, plan_layout, require_covered, write_tensors
-from rl_backend.weights.tiles import TileMap
+from rl_backend.weights.tiles import TileMap, slices_in
 
 type SendMode = Literal["all", "keep", "patch"]
 """What a rank sends over gloo: all; all, of which it keeps copies; or patches of its copies."""
@@ -137,17 +137,20 @@ class PushPlan:
             return (self.nbytes,)
         return tuple(sum(tile.nbytes for tile in self.tiles if worker in tile.workers) for worker in workers)
 
+    def placed(self) -> WeightManifest:
+        """Tensors, or tiles of them, with places in a staging buffer."""
+        if self.tiles:
+            return WeightManifest(version=self.version, tensors=self.infos, tiles=plan_layout(self.tiles)[0])
+        return WeightManifest(version=self.version, tensors=plan_layout(self.infos)[0])
+
     def staged(self, rank: int | None = None) -> WeightManifest:
         """What is sent, of all rectangles or of those of one rank, with places in a staging buffer."""
+        manifest = self.placed()
         parts = [part for part in self.parts if rank in (None, part.rank)]
-        if self.tiles:
-            tiles = plan_layout(self.tiles)[0]
-            cut = tuple(TileMap(tiles).cut_parts(parts))
-            return WeightManifest(version=self.version, tensors=self.infos, tiles=tiles, parts=cut)
-        layout, _ = plan_layout(self.infos)
-        offsets = {info.name: info.offset for info in layout}
-        placed = tuple(part.replace(offset=offsets[part.name]) for part in parts)
-        return WeightManifest(version=self.version, tensors=layout, parts=placed)
+        if manifest.tiles:
+            return manifest.replace(parts=tuple(TileMap(manifest.tiles).cut_parts(parts)))
+        offsets = {info.name: info.offset for info in manifest.tensors}
+        return manifest.replace(parts=tuple(part.replace(offset=offsets[part.name]) for part in parts))
 
     def pieces(self, held: Generator[WeightShard]) -> Iterator[tuple[str, Tensor]]:
         """Rectangles that a rank holds, or whole tensors, as they are sent: cut where tiles are, each under its text."""
@@ -158,8 +161,7 @@ class PushPlan:
                 if not self.tiles:
                     yield (str(shard) if self.parts else shard.name), shard.tensor
                 for tile, box in tiles.pieces(shard.name, shard.offset, shard.tensor.shape):
-                    own = zip(box, shard.offset, strict=True)
-                    tensor = shard.tensor[tuple(slice(first - at, end - at) for (first, end), at in own)]
+                    tensor = shard.tensor[slices_in(box, shard.offset)]
                     yield (str(tile.part(box, SOURCE_RANK)) if self.parts else tile.name), tensor
 
 
@@ -247,13 +249,19 @@ def export(context: SourceContext, plan: PushPlan) -> Any:
 
 
 def own_pieces(context: SourceContext, plan: PushPlan) -> tuple[Sequence[TensorInfo], Iterable[tuple[str, Tensor]]]:
-    """What this rank sends, as announced and as it comes. Of a rank that sends nothing it is taken to its end, too."""
-    model, dtype = context.handle(plan.handle), dtype_from_name(plan.dtype)
+    """What this rank sends, as announced and as it comes. A rank that sends nothing has taken part in the export."""
+    pieces: Sequence[TensorInfo] = ()
     if plan.parts:
-        return plan.staged(context.rank).parts, plan.pieces(context.runtime.export_shards(model, dtype=dtype, held=True))
-    if context.rank != SOURCE_RANK:
-        return (), export(context, plan)
-    return plan.staged().placed, plan.pieces(_whole(export(context, plan)))
+        model, dtype = context.handle(plan.handle), dtype_from_name(plan.dtype)
+        pieces = plan.staged(context.rank).parts
+        weights = plan.pieces(context.runtime.export_shards(model, dtype=dtype, held=True))
+    elif context.rank == SOURCE_RANK:
+        pieces, weights = plan.placed().placed, plan.pieces(_whole(export(context, plan)))
+    else:
+        weights = export(context, plan)
+    if not pieces:
+        deque(weights, maxlen=0)
+    return pieces, weights
 
 
 def _whole(exported: Generator[tuple[str, Tensor]]) -> Generator[WeightShard]:
@@ -271,7 +279,7 @@ def from_source(results: list[Any]) -> Any:
 
 def staged_of_ranks(plan: PushPlan, sent: Sequence[Any], segments: Mapping[int, Segment], key: str = "") -> Staged:
     """Joins the pieces that each rank has sent."""
-    manifest = plan.staged().replace(**{plan.kind: tuple(chain(*sent))})
+    manifest = plan.placed().replace(**{plan.kind: tuple(chain(*sent))})
     nbytes = tuple(sum(piece.nbytes for piece in of_rank) for of_rank in sent)
     return Staged(manifest, segments, key, nbytes, received=plan.received)
 
@@ -344,7 +352,6 @@ def write_segment(
     """Runs on every rank, a collective: writes what the rank sends, with its digests, and tells ``engines`` of it."""
     pieces, weights = own_pieces(context, plan)
     if not pieces:
-        deque(weights, maxlen=0)
         return ()
     told = _StagedParts(plan, pieces, key, segment, engines)
     with torch.no_grad():
@@ -541,7 +548,6 @@ def broadcast_weights(context: SourceContext, plan: PushPlan, mode: SendMode = "
     """Runs on every rank, a collective: sends what the rank sends, or patches of it; returns it with its digests."""
     pieces, weights = own_pieces(context, plan)
     if not pieces:
-        deque(weights, maxlen=0)
         return Sent()
     connection: _Connection = context.state[plan.key]
     if mode == "keep":

@@ -55,6 +55,9 @@ def stored_names(names: Mapping[str, WeightName]) -> list[str]:
 UNVERSIONED = -1
 """Version of an engine that serves weights no trainer has pushed."""
 
+type Box = tuple[tuple[int, int], ...]
+"""A rectangle of a tensor: the first element and the one after the last, along each dimension."""
+
 
 class WeightShard(NamedTuple):
     """A rank's share of one weight: a rectangle, from ``offset`` of the whole, of no elements on ranks that have none."""
@@ -65,12 +68,15 @@ class WeightShard(NamedTuple):
     tensor: Tensor
 
     def __str__(self) -> str:
-        return _text_of(self.name, self.offset, tuple(self.tensor.shape))
+        return rectangle_text(self.name, box_at(self.offset, self.tensor.shape))
 
 
-def _text_of(name: str, start: Sequence[int], shape: Sequence[int]) -> str:
-    edges = (f"{first}:{first + size}" for first, size in zip(start, shape, strict=True))
-    return f"{name}[{', '.join(edges)}]"
+def box_at(start: Sequence[int], shape: Sequence[int]) -> Box:
+    return tuple((first, first + size) for first, size in zip(start, shape, strict=True))
+
+
+def rectangle_text(name: str, box: Box) -> str:
+    return f"{name}[{', '.join(f'{first}:{end}' for first, end in box)}]"
 
 
 def name_of_dtype(dtype: torch.dtype) -> str:
@@ -157,7 +163,7 @@ class TensorPart(TensorInfo):
         return self.shape[1:] != self.whole[1:]
 
     def __str__(self) -> str:
-        return _text_of(self.name, self.start, self.shape)
+        return rectangle_text(self.name, box_at(self.start, self.shape))
 
 
 class TensorTile(TensorInfo):
@@ -176,17 +182,16 @@ class TensorTile(TensorInfo):
     workers: tuple[int, ...]
 
     @property
-    def box(self) -> tuple[tuple[int, int], ...]:
-        """The first element and the one after the last, along each dimension of the tensor."""
-        return tuple((first, first + size) for first, size in zip(self.start, self.shape, strict=True))
+    def box(self) -> Box:
+        return box_at(self.start, self.shape)
 
     @classmethod
-    def cut(cls, info: TensorInfo, box: Sequence[tuple[int, int]], workers: tuple[int, ...]) -> Self:
+    def cut(cls, info: TensorInfo, box: Box, workers: tuple[int, ...]) -> Self:
         start, shape = tuple(first for first, _ in box), tuple(end - first for first, end in box)
-        name, fields = _text_of(info.name, start, shape), {"tensor": info.name, "whole": info.shape, "start": start}
-        return cls.of(name, shape, dtype_from_name(info.dtype), workers=workers, **fields)
+        fields = {"tensor": info.name, "whole": info.shape, "start": start, "workers": workers}
+        return cls.of(rectangle_text(info.name, box), shape, dtype_from_name(info.dtype), **fields)
 
-    def part(self, box: Sequence[tuple[int, int]], rank: int) -> TensorPart:
+    def part(self, box: Box, rank: int) -> TensorPart:
         """A rectangle of the tensor, which lies in this tile, as the tile's."""
         start = tuple(begin - first for (begin, _), first in zip(box, self.start, strict=True))
         shape, fields = [end - begin for begin, end in box], {"whole": self.shape, "start": start, "rank": rank}

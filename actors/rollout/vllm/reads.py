@@ -23,8 +23,9 @@ from vllm.model_executor.model_loader.reload.meta import restore_layer_on_meta
 from vllm.model_executor.model_loader.reload.utils import get_layer_params_buffers
 
 from rl_backend.contracts import TensorInfo, TensorTile, WeightCheckError, dtype_from_name
+from rl_backend.contracts.weights import Box, box_at
 from rl_backend.weights.staging import read_tensor
-from rl_backend.weights.tiles import Box
+from rl_backend.weights.tiles import common_box, is_in, slices_in, whole_box
 
 logger = logging.getLogger(__name__)
 
@@ -108,7 +109,7 @@ class _Recorded:
 
     def at(self, place: Tensor) -> Tensor:
         if place.numel():
-            self.boxes.add(box_of(place, self.shape) or _whole(self.shape))
+            self.boxes.add(box_of(place, self.shape) or whole_box(self.shape))
         return place
 
 
@@ -128,13 +129,15 @@ class HeldElements:
         if not place.numel():
             return torch.empty(place.shape, dtype=place.dtype, device=self.device)
         found = box_of(place, self._shape)
-        box = found or _whole(self._shape)
-        start, held = next(((each, tile) for each, tile in self._tiles.items() if _contains(each, tile, box)), (None, None))
+        box = found or whole_box(self._shape)
+        start, held = next(
+            ((each, tile) for each, tile in self._tiles.items() if is_in(box, box_at(each, tile.shape))), (None, None)
+        )
         if start is None or held is None:
             start, held = tuple(first for first, _ in box), self._put_together(box)
         if not held.is_contiguous():
             # Dimensions of a view may run over several of the rectangle's.
-            start, held = tuple(first for first, _ in box), held[_slices(box, start)].contiguous()
+            start, held = tuple(first for first, _ in box), held[slices_in(box, start)].contiguous()
         origin = _indices(int(place.storage_offset()), _strides(self._shape))
         offset = sum((index - first) * stride for index, first, stride in zip(origin, start, held.stride(), strict=True))
         strides = [_stride_in(held, stride, self._shape) for stride in place.stride()]
@@ -144,11 +147,10 @@ class HeldElements:
         whole = torch.empty([end - first for first, end in box], dtype=self._dtype, device=self.device)
         missing = whole.numel()
         for start, tile in self._tiles.items():
-            of_tile = tuple((first, first + size) for first, size in zip(start, tile.shape, strict=True))
-            common = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(box, of_tile, strict=True))
-            if all(first < end for first, end in common):
-                part = whole[_slices(common, tuple(first for first, _ in box))]
-                part.copy_(tile[_slices(common, start)])
+            common = common_box(box, box_at(start, tile.shape))
+            if common is not None:
+                part = whole[slices_in(common, tuple(first for first, _ in box))]
+                part.copy_(tile[slices_in(common, start)])
                 missing -= part.numel()
         if missing:
             raise WeightCheckError(
@@ -202,7 +204,7 @@ def record_reads(model: nn.Module, infos: Sequence[TensorInfo]) -> dict[str, tup
             type(error).__name__,
             error,
         )
-        return {info.name: (_whole(info.shape),) for info in infos}
+        return {info.name: (whole_box(info.shape),) for info in infos}
     return {name: tuple(sorted(found.boxes)) for name, found in reads.items()}
 
 
@@ -233,10 +235,6 @@ def _is_view(func: Any) -> bool:
     return bool(returned) and all(alias is not None and not alias.is_write for alias in returned)
 
 
-def _whole(shape: Sequence[int]) -> Box:
-    return tuple((0, size) for size in shape)
-
-
 def _strides(shape: Sequence[int]) -> list[int]:
     """Of a contiguous tensor."""
     return [*itertools.accumulate(reversed(shape[1:]), lambda one, other: one * max(other, 1), initial=1)][::-1][
@@ -260,16 +258,6 @@ def _runs(steps: list[tuple[int, int]]) -> list[tuple[int, int]]:
             size *= joined.pop()[0]
         joined.append((size, step))
     return joined
-
-
-def _contains(start: tuple[int, ...], tile: Tensor, box: Box) -> bool:
-    return all(
-        first <= one and other <= first + size for first, size, (one, other) in zip(start, tile.shape, box, strict=True)
-    )
-
-
-def _slices(box: Box, start: Sequence[int]) -> tuple[slice, ...]:
-    return tuple(slice(one - first, other - first) for (one, other), first in zip(box, start, strict=True))
 
 
 def _stride_in(held: Tensor, stride: int, shape: Sequence[int]) -> int:

@@ -52,8 +52,8 @@ from actors.rollout.vllm.reads import record_reads, stand_ins
 from actors.wire.segment import map_segment
 from rl_backend.checkpoint.hf_reader import HFReader
 from rl_backend.contracts import TensorInfo, WeightManifest, name_of_dtype
+from rl_backend.contracts.weights import Box
 from rl_backend.weights.staging import read_tensor
-from rl_backend.weights.tiles import Box
 
 BACKEND = "rl_backend"
 """Name under which vLLM's ``WeightTransferConfig`` finds :class:`SwitchingWeightTransferEngine`."""

@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from rl_backend.contracts import TensorInfo, TensorPart, WeightCheckError, WeightManifest
+from rl_backend.contracts.weights import Box
 from rl_backend.weights.staging import check_staged, plan_layout, read_tensor, require_covered, write_tensors
-from rl_backend.weights.tiles import Box, Reads, TileMap, plan_tiles, require_tiles
+from rl_backend.weights.tiles import Reads, TileMap, plan_tiles, require_tiles
 from tests.unit.rl_backend.weights.test_parts import Model, random_model
 
 
