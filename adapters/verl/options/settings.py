@@ -19,8 +19,14 @@ from adapters.verl.options.decisions import (
     require_supported,
 )
 from adapters.verl.options.lora import LoRASettings, lora_settings
-from adapters.verl.options.megatron import bridge_options, native_options, optimizer_on_host
-from adapters.verl.options.model_facts import ModelFacts, has_experts, text_config
+from adapters.verl.options.megatron import (
+    ModelFacts,
+    bridge_options,
+    has_experts,
+    native_options,
+    optimizer_on_host,
+    text_config,
+)
 from rl_backend.contracts import ConfigError, Head, OptimizerConfig, ParallelConfig, RuntimeConfig
 
 if TYPE_CHECKING:
