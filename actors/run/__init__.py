@@ -25,9 +25,9 @@ if TYPE_CHECKING:
     from actors.run.evaluation import EvalConfig as EvalConfig
     from actors.run.evaluation import evaluate as evaluate
     from actors.run.run import OnStep as OnStep
-    from actors.run.run import StopRequest as StopRequest
     from actors.run.sampling import RunResult as RunResult
     from actors.run.session import require_one_session as require_one_session
+    from actors.run.stop import StopRequest as StopRequest
     from actors.train.model import GroupModel as GroupModel
     from actors.train.model import update_metrics as update_metrics
     from actors.watch.console import Phases as Phases
@@ -66,7 +66,7 @@ _MODULES = {
     "RunFinishedError": "actors.folder.resume",
     "RunModel": "actors.options.config",
     "RunResult": "actors.run.sampling",
-    "StopRequest": "actors.run.run",
+    "StopRequest": "actors.run.stop",
     "TrainingBatch": "actors.collect.prompts",
     "TrainingConfig": "actors.options.config",
     "announce": "actors.watch.console",

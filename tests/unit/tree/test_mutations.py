@@ -166,7 +166,7 @@ def test_a_module_and_tests_that_move_keep_their_faults_and_results(tmp_path: Pa
     (tmp_path / "rl_backend" / "algorithm").rename(tmp_path / "actors" / "mathematics")
     (tmp_path / "actors" / "run" / "stop.py").rename(tmp_path / "rl_backend" / "stopping.py")
     (tmp_path / "tests" / "unit" / "rl_backend" / "algorithm").rename(tmp_path / "tests" / "unit" / "mathematics")
-    moved = [fault for fault in FAULTS if fault.where.startswith(("rl_backend.algorithm.", "actors.run.run:"))]
+    moved = [fault for fault in FAULTS if fault.where.startswith(("rl_backend.algorithm.", "actors.run.stop:"))]
     assert len(moved) > 30
     assert problems(moved, tmp_path) == []
     for fault in moved:

@@ -19,8 +19,8 @@ import pytest
 
 from actors import Run, Session
 from actors.cluster.session import RunStopped, RunTerminated
-from actors.run import run as stop_module
-from actors.run.run import StopRequest
+from actors.run import stop as stop_module
+from actors.run.stop import StopRequest
 from actors.train.model import GroupModel, Update
 from examples import sft
 from rl_backend.contracts import Metric
