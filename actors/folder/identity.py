@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import xxhash
-from rl_backend.data.hub import hub_name, local_model
 
 from actors.folder.checkpoints import Progress
 from actors.options.sampled_config import RunConfig
@@ -19,6 +18,7 @@ from rl_backend.checkpoint.training_state import file_facts
 from rl_backend.contracts import SAME_CONTENTS, BaseConfig, ConfigError, OnResume
 from rl_backend.data.datasets import data_files
 from rl_backend.data.gym import is_gym
+from rl_backend.data.hub import hub_name, local_model
 from rl_backend.data.rewards import WeightedReward
 from rl_backend.options.option_set import get, has, options_of, value_and_default
 

@@ -8,7 +8,6 @@ from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self
 
 import ray
 from pydantic import BaseModel, ConfigDict, Field, model_serializer, model_validator
-from rl_backend.data.hub import local_model
 
 from actors.cluster.placement import ClusterShare
 from actors.options.eval_sets import EvalDatasets, EvalSet, sets_by_name
@@ -31,6 +30,7 @@ from rl_backend.contracts import (
 from rl_backend.contracts.lora import LoRAConfig
 from rl_backend.contracts.runtime_config import import_plugins
 from rl_backend.data.examples import DataConfig, read_examples
+from rl_backend.data.hub import local_model
 from rl_backend.options.option_set import Follows, OptionSet, filled, get, gives, has, read_options, write_options
 
 # Where the options of the runtime are.

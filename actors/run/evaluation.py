@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Annotated, Any, ClassVar, Self
 
 from pydantic import Field, model_serializer, model_validator
-from rl_backend.data.hub import local_model
 
 from actors.checks.machine import require_engines
 from actors.checks.model import require_readable_weights, require_whole_model
@@ -29,6 +28,7 @@ from actors.watch.console import Phases, say, warn
 from rl_backend.checkpoint.durable_commit import replace_text
 from rl_backend.contracts import BaseConfig, ConfigError
 from rl_backend.data.examples import DataConfig
+from rl_backend.data.hub import local_model
 from rl_backend.data.prompts import load_tokenizer
 from rl_backend.data.rewards import RewardConfig
 from rl_backend.environment.groups import PlayOptions, play_groups

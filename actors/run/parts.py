@@ -5,8 +5,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
-from rl_backend.data.hub import local_model
-
 from actors.options.policy_options import tenant_config
 from actors.options.sampled_config import RunConfig
 from actors.rollout.group.group import RolloutGroup
@@ -19,6 +17,7 @@ from actors.train.group import TrainGroup
 from actors.train.model import GroupModel, RouterReplayMode
 from actors.watch.console import Phases
 from rl_backend.contracts import Head, OptimizerConfig, RLBackendError
+from rl_backend.data.hub import local_model
 from rl_backend.options.option_set import filled
 
 

@@ -7,10 +7,10 @@ from typing import Any
 
 import huggingface_hub
 import pytest
-from rl_backend.data.hub import local_model
 
 from rl_backend.contracts import ConfigError
 from rl_backend.data import hub
+from rl_backend.data.hub import local_model
 
 
 @pytest.fixture

@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rl_backend.data.hub import HubName, hub_name, local_model
 
 from rl_backend.contracts import BatchError, ConfigError
 from rl_backend.data.chat_template import ChatTemplate, encode_messages, require_utf8
 from rl_backend.data.datasets import data_files, open_rows
 from rl_backend.data.examples import DataConfig, PromptExample, as_messages, read_examples
+from rl_backend.data.hub import HubName, hub_name, local_model
 from rl_backend.data.prompts import endless_batches, load_prompts, load_tokenizer
 from rl_backend.data.sft import load_sft_examples
 from tests.support.chat_templates import CHATML, MARKED, MISTRAL, TEMPLATES, THINKING, chat_tokenizer

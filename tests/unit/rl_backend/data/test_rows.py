@@ -8,10 +8,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from rl_backend.data.hub import HubName, hub_name, local_model, why_not
 
 from rl_backend.contracts import BatchError, ConfigError
 from rl_backend.data.datasets import data_files, open_rows
+from rl_backend.data.hub import HubName, hub_name, local_model, why_not
 from rl_backend.data.rows import Row, Rows, TextRows
 
 
