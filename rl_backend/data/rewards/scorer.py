@@ -115,8 +115,7 @@ class RewardScorer:
         elif concurrency is not None and len(plain) == len(rewards):
             problem = f"{names}: not asynchronous (async def); set reward_workers instead"
             unused = [("reward_concurrency", concurrency, problem)]
-        if unused:
-            raise ConfigError.of_all(unused)
+        ConfigError.refuse_all(unused)
         here = workers == 1 and not processes and timeout_seconds is None
         self._here = plain if here else []
         self._there = [index for index in range(len(rewards)) if index not in self._here]

@@ -149,8 +149,7 @@ class ParityConfig(BaseConfig):
             if side.runtime == "bridge" and vpp > 1 and not own_groups and micro_batches % pp:
                 problem = f"Megatron's interleaved schedule of the {name} (pp={pp}, vpp={vpp}) takes a multiple of {pp}"
                 wrong.append(("ParityConfig.num_micro_batches", micro_batches, problem))
-        if wrong:
-            raise ConfigError.of_all(wrong)
+        ConfigError.refuse_all(wrong)
         return self
 
     @property
