@@ -20,6 +20,7 @@ from rl_backend.checkpoint.durable_commit import rename_synced, sync_tree
 from rl_backend.checkpoint.peft_files import CONFIG_FILE, write_peft_directory
 from rl_backend.checkpoint.training_state import on_every_rank, raise_on_every_rank
 from rl_backend.contracts import CheckpointError, ModelHandle, UnsupportedError
+from rl_backend.parallel.collectives import gather_objects
 from rl_backend.parallel.groups import world_group
 from rl_backend.runtime import Runtime
 
@@ -263,9 +264,7 @@ class PendingSave:
             done = not runtime.checkpoint_is_pending(handle)
         except Exception as error:  # noqa: BLE001 - raised by ``commit``, on every rank
             self.problem, done = _text(error), True
-        everywhere = [False] * dist.get_world_size()
-        dist.all_gather_object(everywhere, done)
-        return all(everywhere)
+        return all(gather_objects(done, world_group()))
 
     def commit(self, runtime: Runtime[Any], handle: ModelHandle) -> None:
         """Waits for the files and gives them their name; a collective over all ranks, which fail together."""

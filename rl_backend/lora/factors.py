@@ -10,6 +10,7 @@ from torch import Tensor
 from rl_backend.contracts.lora import PEFT_PREFIX, LoRAKind, LoRAPart, part_name
 from rl_backend.lora.modules import stack_of
 from rl_backend.lora.rows import RowTensor, TenantRows
+from rl_backend.parallel.collectives import gather_objects
 
 # peft's name -> whole tensor, float32, at the true rank.
 type WholeTensors = Mapping[str, Tensor]
@@ -21,12 +22,10 @@ def whole_tensors(rows: TenantRows, row: Tensor, names: Iterable[str], group: di
     gathered: list[dict[RowTensor, Tensor]] = [mine]
     if group.size() > 1:
         # What several ranks have is sent by the first of them.
-        held: list[list[RowTensor]] = [[] for _ in range(group.size())]
-        dist.all_gather_object(held, list(mine), group=group)
+        held = gather_objects(list(mine), group)
         sent = {(each.name, each.first) for tensors in held[: group.rank()] for each in tensors}
         own = {each: view.cpu().clone() for each, view in mine.items() if (each.name, each.first) not in sent}
-        gathered = [{} for _ in range(group.size())]
-        dist.all_gather_object(gathered, own, group=group)
+        gathered = gather_objects(own, group)
     found: dict[str, Tensor] = {}
     for of_rank in gathered:
         for tensor, view in of_rank.items():

@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from rl_backend.checkpoint.hf_reader import HFReader, read_hf_config
@@ -23,6 +22,7 @@ from rl_backend.contracts import (
 )
 from rl_backend.model import BuildSettings, ModelFamily, ModelStage, find_model
 from rl_backend.model.decoder_spec import DecoderSpec
+from rl_backend.parallel.collectives import gather_objects
 from rl_backend.parallel.groups import ParallelGroups
 from rl_backend.parallel.shards import ShardLayout, layout_of
 from rl_backend.pipeline.catalog import Algorithm, require_stages
@@ -240,8 +240,4 @@ def model_layouts(
                 "over all of them, as copies where it is not cut, so that every rank knows where it is",
                 parameter=name,
             )
-    if groups.pp_group.size() == 1:
-        return layouts
-    stages: list[dict[str, TensorLayout]] = [{} for _ in range(groups.pp_group.size())]
-    dist.all_gather_object(stages, layouts, group=groups.pp_group)
-    return {name: layout for stage in stages for name, layout in stage.items()}
+    return {name: layout for stage in gather_objects(layouts, groups.pp_group) for name, layout in stage.items()}

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rl_backend.contracts import TensorPart, UnsupportedError, WeightShard, dtype_from_name, export_dtype
+from rl_backend.parallel.collectives import gather_objects
 from rl_backend.parallel.shards import choose_senders, covers_once
 from rl_backend.runtime.bridge.engine.handle import BridgeHandle
 from rl_backend.runtime.bridge.engine.sharding import StoredNames, model_blocks, pieces_of
@@ -37,10 +38,8 @@ class HeldParts:
 def find_parts(handle: BridgeHandle) -> HeldParts:
     """A collective over all ranks. Of ranks that hold the same rectangle one sends it, so that all send about as much."""
     mine = [(name, rectangle) for name, found in _held(handle).items() for rectangle in found]
-    every: list[list[tuple[str, Rectangle]]] = [[] for _ in range(dist.get_world_size())]
-    dist.all_gather_object(every, mine, group=handle.groups.world_group)
     holders: dict[str, dict[Rectangle, list[int]]] = {info.name: {} for info in handle.weights}
-    for rank, of_rank in enumerate(every):
+    for rank, of_rank in enumerate(gather_objects(mine, handle.groups.world_group)):
         for name, rectangle in of_rank:
             holders[name].setdefault(rectangle, []).append(rank)
     gathered = frozenset(info.name for info in handle.weights if not covers_once(info.shape, list(holders[info.name])))
