@@ -15,7 +15,7 @@ import torch.distributed as dist
 from verl.utils.checkpoint.checkpoint_manager import BaseCheckpointManager
 
 from adapters.verl.options.settings import STATE
-from adapters.verl.trainer_saves import mark, record_step, trainer_records
+from adapters.verl.trainers import mark, record_step, trainer_records
 from rl_backend.checkpoint.durable_commit import rename_synced, sync_tree
 from rl_backend.checkpoint.peft_files import CONFIG_FILE, write_peft_directory
 from rl_backend.checkpoint.training_state import on_every_rank, raise_on_every_rank
