@@ -64,8 +64,7 @@ class OptimizerConfig(BaseConfig):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        for name, value, problem in self._problems():
-            raise ConfigError.of(f"{type(self).__name__}.{name}", value, problem)
+        ConfigError.refuse_all((f"{type(self).__name__}.{name}", value, why) for name, value, why in self._problems())
         return self
 
     def _problems(self) -> Iterator[tuple[str, object, str]]:

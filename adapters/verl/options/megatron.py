@@ -303,22 +303,26 @@ def _router_losses(asked: dict[str, Any], facts: ModelFacts) -> dict[str, Any]:
 
 
 def _require_no_experts(asked: Mapping[str, Any]) -> None:
-    for name, value in asked.items():
-        raise ConfigError.of(f"{TRANSFORMER}[{name!r}]", value, "this model has no experts; remove it")
+    problem = "this model has no experts; remove it"
+    ConfigError.refuse_all((f"{TRANSFORMER}[{name!r}]", value, problem) for name, value in asked.items())
 
 
 def _require_known(asked: Given, backend: str) -> None:
-    for where, fields in asked.items():
-        bridge = _ON_THE_BRIDGE[where]
-        for name, value in fields.items():
-            if name in bridge.allowed:
-                reason = "a field of Megatron's that backend=native does not have; remove it or set backend=bridge"
-            elif name in bridge.elsewhere and name not in _NOWHERE:
-                reason = f"decided by {bridge.elsewhere[name]}; remove it"
-            else:
-                reason = _NOWHERE.get(name, "neither runtime has this field of Megatron's; remove it")
-            if backend == "native" or name not in bridge.allowed:
-                raise ConfigError.of(f"{where}[{name!r}]", value, reason)
+    ConfigError.refuse_all(
+        (f"{where}[{name!r}]", value, reason)
+        for where, fields in asked.items()
+        for name, value in fields.items()
+        if (reason := _why_unknown(_ON_THE_BRIDGE[where], name, backend))
+    )
+
+
+def _why_unknown(bridge: bridge_config.Overrides, name: str, backend: str) -> str:
+    if name in bridge.allowed:
+        here = "a field of Megatron's that backend=native does not have; remove it or set backend=bridge"
+        return here if backend == "native" else ""
+    if name in bridge.elsewhere and name not in _NOWHERE:
+        return f"decided by {bridge.elsewhere[name]}; remove it"
+    return _NOWHERE.get(name, "neither runtime has this field of Megatron's; remove it")
 
 
 def stage_layers(where: str, fields: Mapping[str, Any], num_layers: int, pp: int, vpp: int) -> tuple[int, ...]:

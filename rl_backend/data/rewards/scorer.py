@@ -424,11 +424,8 @@ class RewardConfig(BaseConfig):
             raise ConfigError.of(
                 _FUNCTIONS, given, "expected a function, several, or name -> function or {function, weight}"
             )
-        for name in given:
-            if not re.fullmatch(r"\w[\w.-]*", str(name)):
-                raise ConfigError.of(
-                    _FUNCTIONS, name, "a name has letters, digits, _, . and -, because metrics are named by it"
-                )
+        problem = "a name has letters, digits, _, . and -, because metrics are named by it"
+        ConfigError.refuse_all((_FUNCTIONS, name, problem) for name in given if not re.fullmatch(r"\w[\w.-]*", str(name)))
         return {name: {"function": each} if isinstance(each, str) else each for name, each in given.items()}
 
     @model_validator(mode="after")

@@ -65,9 +65,8 @@ class ParitySide(BaseConfig):
             if given:
                 raise ConfigError(f"transformers runs on one rank, and takes attn_implementation only; leave out {given}")
         else:
-            for name, instead in _NO_OPTIONS.items():
-                if name in self.options:
-                    raise ConfigError.of(f"options[{name!r}]", self.options[name], instead)
+            twice = {name: self.options[name] for name in _NO_OPTIONS if name in self.options}
+            ConfigError.refuse_all((f"options[{name!r}]", value, _NO_OPTIONS[name]) for name, value in twice.items())
             self.parallel.data_parallel_size(self.world_size)
         return self
 

@@ -39,9 +39,11 @@ def add_peft_adapter(
     from peft import inject_adapter_in_model
 
     kinds = _kinds(model)
-    for target in config.targets:
-        if not any(config.replace(targets=(target,)).selects(name, kind) for name, kind in kinds.items()):
-            raise ConfigError.of("LoRAConfig.targets", target, "no module of transformers' model; compare two runtimes")
+    ConfigError.refuse_all(
+        ("LoRAConfig.targets", target, "no module of transformers' model; compare two runtimes")
+        for target in config.targets
+        if not any(config.replace(targets=(target,)).selects(name, kind) for name, kind in kinds.items())
+    )
     modules = [name for name, kind in kinds.items() if config.selects(name, kind)]
     inject_adapter_in_model(
         PeftConfig(

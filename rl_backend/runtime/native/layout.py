@@ -200,15 +200,9 @@ def _check_compiled(family: ModelFamily, native: NativeConfig, *, splits_backwar
 
 
 def _require_one(family: ModelFamily, parallel: ParallelConfig, names: Iterable[str], missing: str) -> None:
-    for name in names:
-        size = getattr(parallel, name)
-        if size != 1:
-            raise ConfigError.of(
-                f"ParallelConfig.{name}",
-                size,
-                f"model family {family.name!r} is not laid out like that; use 1, or do it in its parallelize and build, and "
-                f"say so with ModelFamily.{missing}",
-            )
+    instead = f"use 1, or do it in its parallelize and build, and say so with ModelFamily.{missing}"
+    problem, sizes = f"model family {family.name!r} is not laid out like that; {instead}", parallel.model_dump()
+    ConfigError.refuse_all((f"ParallelConfig.{name}", sizes[name], problem) for name in names if sizes[name] != 1)
 
 
 class TensorLayout(NamedTuple):
