@@ -15,7 +15,7 @@ from omegaconf import OmegaConf
 from adapters.verl.options.decisions import DECISIONS, LORA, require_supported
 from adapters.verl.options.lora import OPTIONS, LoRASettings, TargetModules
 from adapters.verl.options.settings import engine_settings
-from adapters.verl.trainers import require_run
+from adapters.verl.run_config import require_run
 from rl_backend.contracts import ConfigError
 from rl_backend.contracts.lora import LoRAConfig
 from rl_backend.runtime.bridge.installed import import_megatron

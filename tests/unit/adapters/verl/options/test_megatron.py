@@ -13,7 +13,7 @@ import torch
 from adapters.verl.options.decisions import ADAM, DDP, DECISIONS, TRANSFORMER
 from adapters.verl.options.megatron import stage_layers
 from adapters.verl.options.settings import EngineSettings, engine_settings
-from adapters.verl.trainers import require_run
+from adapters.verl.run_config import require_run
 from rl_backend.contracts import ConfigError, NativeConfig, UnsupportedError
 from rl_backend.model.options import DecoderOptions
 from rl_backend.runtime.bridge import config as bridge_config
