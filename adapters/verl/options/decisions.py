@@ -152,9 +152,9 @@ def require_supported(where: str, config: Any) -> None:
     """
     given = config if isinstance(config, Mapping) else vars(config)
     ConfigError.refuse_all(
-        (f"{where}.{name}", given[name], f"{decision.reason}; leave it at {decision.accepts[0]!r}")
+        (f"{where}.{name}", value, f"{decision.reason}; leave it at {decision.accepts[0]!r}")
         for name, decision in DECISIONS[where].items()
-        if name in given and given[name] not in decision.accepts
+        if (value := given.get(name, decision.accepts[0])) not in decision.accepts
     )
 
 
