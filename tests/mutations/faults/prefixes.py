@@ -156,8 +156,8 @@ FAULTS = [
     Fault(
         "drafts-from-the-states-of-other-rows",
         "rl_backend.runtime.native.forward_backward:lay_out",
-        "_replace(of_rows=share(places))",
-        "_replace(of_rows=share(places.roll(1)))",
+        "share(places)",
+        "share(places.roll(1))",
         ("test_multi_token_prediction_is_trained_on_whole_sequences[joint]",),
         "an answer would be drafted from the states of another",
     ),
