@@ -45,6 +45,20 @@ def recoveries(folder: Path) -> list[dict[str, float]]:
     ]
 
 
+def alike(task: Path, folder: Path) -> str:
+    """The task's examples, whose prompts all begin with the same 36 tokens: enough to be computed once."""
+    rows = [json.loads(line) for line in (task / "train.jsonl").read_text().splitlines()]
+    file = folder / "alike.jsonl"
+    file.write_text("".join(json.dumps({**row, "prompt": "0+" * 18 + row["prompt"]}) + "\n" for row in rows))
+    return str(file)
+
+
+def shares_prompts(folder: Path) -> bool:
+    """Whether every step of a run computed the tokens once with which several of its sequences begin."""
+    counts = [(line["tokens_computed"], line["tokens_trained"]) for line in lines(folder) if "tokens_trained" in line]
+    return bool(counts) and all(computed < 0.7 * trained for computed, trained in counts)
+
+
 def config_of(task: Path, folder: Path, **changes: Any) -> sft.SFTConfig:
     options = {"steps": 8, "batch_size": 8, "ranks": 2, "save_every": 3, "dtype": "float32", "metrics_to": "none"}
     files = {"model": str(task / "model"), "dataset": str(task / "train.jsonl"), "run_dir": str(folder)}
@@ -133,10 +147,10 @@ def run_of_the_bridge(task: Path, folder: Path, **changes: Any) -> Path:
 
 @pytest.mark.shows(
     "recovery: with recover=memory and no checkpoint a run whose rank or whose holder of states is killed is the "
-    "undisturbed run in every bit, and at most two steps run again"
+    "undisturbed run in every bit, and at most two steps run again; its prompts are shared and computed once"
 )
 def test_a_run_goes_on_from_memory(ray_cluster: None, task: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    changes = {"save_every": 0, "recover": "memory"}
+    changes = {"save_every": 0, "recover": "memory", "dataset": alike(task, tmp_path)}
     config = config_of(task, tmp_path / "undisturbed", **changes)
     killed: list[int] = []
     with open_session(config) as session:
@@ -148,6 +162,7 @@ def test_a_run_goes_on_from_memory(ray_cluster: None, task: Path, tmp_path: Path
         assert session.groups[0].epoch == 1
     same_run(other, expected)
     same_run(found, expected)
+    assert shares_prompts(found)
     (told,) = recoveries(found)
     # One; another where its state has not reached the holder when the next, of a tenth of a second, begins.
     assert told["recovery/steps_repeated"] <= 2
@@ -316,17 +331,19 @@ def test_a_run_that_samples_pushes_from_its_new_layout(ray_cluster: None, task: 
 
 @pytest.mark.long
 @pytest.mark.shows(
-    "recovery: GRPO with vLLM is the undisturbed run after kills of ranks in a pass, a save and a push, token by token"
+    "recovery: GRPO with vLLM, its groups' prompts computed once, is the undisturbed run after kills of ranks in a pass, a "
+    "save and a push, token by token"
 )
 def test_grpo_goes_on_with_the_same_samples(
     ray_cluster: None, task: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "reward.py").write_text(REWARD)
+    dataset = alike(task, tmp_path)
 
     def config_in(folder: Path) -> grpo.GRPOConfig:
         settings = demo_settings(DemoConfig(steps=6), task, task / "model", folder)
         changes = {"ranks": 2, "save_every": 2, "eval_dataset": None, "reward": f"{tmp_path}/reward.py:compute_score"}
-        return grpo.GRPOConfig(**{**settings, **changes})
+        return grpo.GRPOConfig(**{**settings, **changes, "dataset": dataset, "max_prompt_tokens": 42})
 
     def trained(name: str, disturb: Disturb | None = None) -> Path:
         config = config_in(tmp_path / name)
@@ -350,3 +367,4 @@ def test_grpo_goes_on_with_the_same_samples(
             assert session.groups[0].epoch == number and recoveries(found)
             assert samples(found) == samples(expected)
             same_run(found, expected)
+            assert shares_prompts(found)
