@@ -127,19 +127,19 @@ def test_a_job_with_retries_resumes_by_itself(head: HeadNode, task: Path, tmp_pa
     until(lambda: len(steps_of(tmp_path / "killed")) >= 12)
     (number,) = re.findall(r"process (\d+) on ", (tmp_path / "killed" / ".lock").read_text())
     os.kill(int(number), signal.SIGKILL)
-    output, _ = job.communicate(timeout=180)
+    output, _ = job.communicate(timeout=300)
     assert job.returncode == 0, output
     before, _, after = output.partition("attempt 1 ended with 137")
     assert "continuing after step" not in before and "attempt 2" not in after
     (step,) = re.findall(r"continuing after step (\d+), from", after)
     assert 5 <= int(step) < 40
-    output, _ = (other := submit(tmp_path / "undisturbed")).communicate(timeout=180)
+    output, _ = (other := submit(tmp_path / "undisturbed")).communicate(timeout=300)
     assert other.returncode == 0, output
     assert not differences(outcome(tmp_path / "killed"), outcome(tmp_path / "undisturbed"))
     assert [line["step"] for line in steps_of(tmp_path / "killed")] == list(range(1, 41))
 
 
-def until(condition: Callable[[], bool], seconds: float = 120.0) -> None:
+def until(condition: Callable[[], bool], seconds: float = 240.0) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline
