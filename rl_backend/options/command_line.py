@@ -14,7 +14,16 @@ import yaml
 
 from rl_backend.contracts import BaseConfig, ConfigError, RegistryError, RLBackendError
 from rl_backend.options.help import Sections, alternatives, nearest, option_parser, shown
-from rl_backend.options.option_set import IS_SECTION, OptionSet, followed, has, merged, not_sections, options_of, sections_of
+from rl_backend.options.option_set import (
+    IS_SECTION,
+    OptionSet,
+    followed,
+    has,
+    merged,
+    not_sections,
+    options_of,
+    sections_of,
+)
 from rl_backend.options.parser import CommandError
 
 
