@@ -1,6 +1,6 @@
 """Memory of a run on this machine, by :mod:`rl_backend.lab.plan`: the micro-batch that fits, and whether a run fits."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,7 +10,7 @@ import torch.distributed as dist
 from actors.checks.machine import OF_A_CLUSTER, is_on_cluster
 from actors.checks.model import find_layout, runtime_of
 from actors.cluster.placement import ClusterShare
-from actors.options.config import CHECKPOINTING, MICRO_BATCH, MOST_TOKENS, RunModel, with_options
+from actors.options.config import CHECKPOINTING, MICRO_BATCH, MOST_TOKENS, REDUCTION, RunModel, with_options
 from actors.options.policy_options import tenant_config
 from actors.options.sampled_config import RLConfig, RunConfig, SampledConfig
 from actors.rollout.config import positions_of
@@ -19,9 +19,9 @@ from rl_backend.contracts import BatchError, ConfigError, NativeConfig, RLBacken
 from rl_backend.data.prefixes import KEYS_OF_A_TOKEN
 from rl_backend.lab.doctor.machine import read_memory
 from rl_backend.lab.plan.make import GIB, Plan, make_plan
-from rl_backend.lab.plan.memory import Workload
+from rl_backend.lab.plan.memory import RankMemory, Workload
 from rl_backend.options.option_set import get, gives, has
-from rl_backend.runtime.native.layout import micro_batch_multiple
+from rl_backend.runtime.native.layout import algorithm, micro_batch_multiple
 
 ALMOST_FULL = 0.8
 """Share of the free memory that a run takes without a warning."""
@@ -29,7 +29,8 @@ ALMOST_FULL = 0.8
 WARNING = "warning: "
 """Begins what a check finds, where the run may start all the same."""
 
-# Micro-batches below this cost time: layers are recomputed before they get smaller, unless sequences are shorter still.
+# Micro-batches below this cost time: gradients are reduced more often and layers recomputed before they get smaller, unless
+# sequences are shorter still.
 # Larger ones gain nothing on CPUs but take memory.
 _FEW_TOKENS = 2048
 
@@ -49,8 +50,9 @@ def choose_micro_batch(config: RunConfig, kept: Mapping[str, Any]) -> Choice:
     """The largest micro-batch, of at most ``MOST_TOKENS`` (2,048 on CPUs), for which ``ALMOST_FULL`` of the free memory is
     enough.
 
-    A given value wins, then one that is ``kept``, as :func:`chosen_options` had it. Layers are recomputed where
-    micro-batches would otherwise become small. Where nothing can be estimated the options stay as they are.
+    A given value wins, then one that is ``kept``, as :func:`chosen_options` had it. Where micro-batches would otherwise
+    become small, gradients are reduced after each, then layers are recomputed in part, and then as a whole. Where nothing
+    can be estimated the options stay as they are.
     """
     if gives(config, MICRO_BATCH):
         return Choice(config)
@@ -70,29 +72,59 @@ def _choice(config: RunConfig) -> Choice:
     room = ALMOST_FULL * _free(config, gpus)
     longest = config.longest_sequence or min(filter(None, (positions_of(config.model), MOST_TOKENS)))
     wanted = MOST_TOKENS if gpus else max(_FEW_TOKENS, longest)
-    kinds = [{}, {CHECKPOINTING: "full"}] if has(config, CHECKPOINTING) and not gives(config, CHECKPOINTING) else [{}]
+    kinds = _kinds(config, plans)
     for changes in kinds:
         if changes:
             plans = _plans(with_options(config, changes), gpus)
             assert not isinstance(plans, str), "the same layout was planned before"
-        held, most = _bytes(config, plans, gpus, held=True), _bytes(config, plans, gpus, held=False)
+        fixed, most = (_bytes(config, plans, gpus, of_pass) for of_pass in (_of_any_tokens, _of_pass))
         planned = max(plan.workload.micro_batch_tokens for plan in plans.values())
-        # What passes take grows with their tokens.
-        tokens = wanted if most <= room else min(wanted, int((room - held) / (most - held) * planned))
-        least = longest if changes or len(kinds) == 1 else max(longest, min(_FEW_TOKENS, planned))
+        # The rest of what passes take grows with their tokens.
+        tokens = wanted if most <= room else min(wanted, int((room - fixed) / (most - fixed) * planned))
+        least = longest if changes is kinds[-1] else max(longest, min(_FEW_TOKENS, planned))
         if tokens >= least:
             break
     tokens = max(longest, 1 << max(tokens, 1).bit_length() - 1)
     config = with_options(config, {MICRO_BATCH: tokens, **changes})
     if tokens >= wanted and not changes:
         return Choice(config)
-    recomputes = ", layers recomputed" if changes else ""
-    return Choice(config, (f"micro-batches of {tokens} tokens{recomputes} ({room / ALMOST_FULL / GIB:.1f} GiB are free)",))
+    done = "".join(f", {_SAID[each]}" for each in changes.items())
+    return Choice(config, (f"micro-batches of {tokens} tokens{done} ({room / ALMOST_FULL / GIB:.1f} GiB are free)",))
+
+
+_SAID = {
+    (REDUCTION, "per_micro_batch"): "gradients reduced after each",
+    (CHECKPOINTING, "selective"): "layers recomputed in part",
+    (CHECKPOINTING, "full"): "layers recomputed",
+}
+
+
+def _kinds(config: RunConfig, plans: Mapping[RunModel, Plan]) -> list[dict[str, str]]:
+    """Options that take less memory and more time, of what is not given: none first, and the most last."""
+    kinds: list[dict[str, str]] = [{}]
+    if not gives(config, REDUCTION) and _keeps_whole_gradients(config, plans):
+        kinds.append({REDUCTION: "per_micro_batch"})
+    if has(config, CHECKPOINTING) and not gives(config, CHECKPOINTING):
+        # Within a compiled layer there is no choice among operations.
+        compiled = getattr(config.train.backend_cfg, "compile", False)
+        kinds += [{**kinds[-1], CHECKPOINTING: value} for value in (("full",) if compiled else ("selective", "full"))]
+    return kinds
+
+
+def _keeps_whole_gradients(config: RunConfig, plans: Mapping[RunModel, Plan]) -> bool:
+    """Whether memory is free once gradients are reduced after every micro-batch, which not all schedules can."""
+    options = config.train.backend_cfg
+    if not isinstance(options, NativeConfig) or options.reduce_gradients != "once":
+        return False
+    schedule = algorithm(options)
+    if schedule is not None and schedule.splits_backward:
+        return False
+    return any(rank.unreduced_gradients for plan in plans.values() for rank in plan.ranks)
 
 
 def chosen_options(config: RunConfig) -> dict[str, Any]:
     """What a run that continues must keep of the choice: sums of other micro-batches are rounded differently."""
-    return {place: get(config, place) for place in (MICRO_BATCH, CHECKPOINTING) if has(config, place)}
+    return {place: get(config, place) for place in (MICRO_BATCH, REDUCTION, CHECKPOINTING) if has(config, place)}
 
 
 def find_memory(config: RunConfig) -> str:
@@ -104,7 +136,7 @@ def find_memory(config: RunConfig) -> str:
     if isinstance(plans, str):
         return plans
     free = _free(config, gpus)
-    held, most = _bytes(config, plans, gpus, held=True), _bytes(config, plans, gpus, held=False)
+    held, fixed, most = (_bytes(config, plans, gpus, of_pass) for of_pass in (None, _of_any_tokens, _of_pass))
     whose = f"a GPU has {free / GIB:.2f} GiB" if gpus else f"this machine has {free / GIB:.2f} GiB free"
     name = type(config).__name__
     if held > free:
@@ -119,9 +151,11 @@ def find_memory(config: RunConfig) -> str:
     if most <= ALMOST_FULL * free:
         return f"{takes}, {whose}"
     if most > free:
-        fitting = (free - held) * tokens // (most - held)
+        fitting = (free - fixed) * tokens // (most - fixed)
         remedies = [f"use at most {fitting}"] if fitting >= (config.longest_sequence or 1) else []
-        if has(config, CHECKPOINTING) and get(config, CHECKPOINTING) == "none":
+        if _keeps_whole_gradients(config, plans):
+            remedies.append("reduce_gradients=per_micro_batch")
+        if has(config, CHECKPOINTING) and get(config, CHECKPOINTING) != "full":
             remedies.append("activation_checkpointing=full")
         remedy = ", or ".join([*remedies, "free memory" if not gpus else "more ranks"])
         problem = f"{takes}, and {whose}; {remedy} (rl-backend plan shows what takes it)"
@@ -213,21 +247,31 @@ def _make_plan(runtime: RuntimeConfig, ranks: int, work: Workload) -> Plan:
 _known: dict[tuple[str, int, str], Plan] = {}
 
 
-def _bytes(config: RunConfig, plans: dict[RunModel, Plan], gpus: int, *, held: bool) -> int:
-    """Of the GPU that has most, or of all processes; ``held`` without what the work of a step takes."""
+def _of_pass(rank: RankMemory) -> int:
+    return rank.total("training", ()) - rank.total("rollout", ())
+
+
+def _of_any_tokens(rank: RankMemory) -> int:
+    """Of a pass, what a micro-batch takes however small it is."""
+    return rank.unreduced_gradients + rank.gathered_parameters
+
+
+def _bytes(
+    config: RunConfig, plans: Mapping[RunModel, Plan], gpus: int, of_pass: Callable[[RankMemory], int] | None = None
+) -> int:
+    """Of the GPU that has most, or of all processes: what is held, and ``of_pass`` of a rank on top of it."""
     # Models of a group hold memory together, but run one after the other.
     groups = [0 if gpus else config.ranks * _RANK] * config.training_groups
     passes = [0] * config.training_groups
     for model, plan in plans.items():
         group, copies = min(model.group, len(groups) - 1), plan.num_ranks // len(plan.ranks)
         sizes = [(rank.weights if model.forward_only else rank.total("optimizer_step", ()), rank) for rank in plan.ranks]
-        peaks = [rank.total("training", ()) - rank.total("rollout", ()) for _, rank in sizes]
+        peaks = [0 if of_pass is None else of_pass(rank) for _, rank in sizes]
         groups[group] += max(size for size, _ in sizes) if gpus else copies * sum(size for size, _ in sizes)
         passes[group] = max(passes[group], max(peaks) if gpus else copies * sum(peaks))
         if config.recover == "memory" and not gpus and not model.forward_only:
             groups[group] += 2 * plan.state_bytes
-    if not held:
-        groups = [size + work for size, work in zip(groups, passes, strict=True)]
+    groups = [size + work for size, work in zip(groups, passes, strict=True)]
     if gpus:
         return max(groups)
     if not isinstance(config, SampledConfig):

@@ -91,8 +91,12 @@ def check_asked(num_ranks: int, cores_per_rank: int, gpus_per_rank: float) -> No
     for field, value in (("num_ranks", num_ranks), ("cores_per_rank", cores_per_rank)):
         if value < 1:
             raise ConfigError.of(field, value, "must be at least 1")
-    if not 0 <= gpus_per_rank <= 1 or (0 < gpus_per_rank < 1 and num_ranks > 1):
-        problem = "a rank trains on no GPU (0) or on one (1); a single rank also on a share of one, which NCCL cannot divide"
+    # Ray gives a share of one GPU only, so of shares above a half no two are on the same.
+    if not 0 <= gpus_per_rank <= 1 or (0 < gpus_per_rank <= 0.5 and num_ranks > 1):
+        problem = (
+            "a rank trains on no GPU (0), on one (1) or on a share of one; several ranks take shares above 0.5, with which "
+            "no two are on one GPU, as NCCL needs"
+        )
         raise ConfigError.of("gpus_per_rank", gpus_per_rank, problem)
 
 

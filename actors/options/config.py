@@ -36,6 +36,7 @@ from rl_backend.options.option_set import Follows, OptionSet, filled, get, gives
 # Where the options of the runtime are.
 BACKEND = "train.backend_cfg"
 MICRO_BATCH, CHECKPOINTING = "train.max_tokens_per_micro_batch", f"{BACKEND}.activation_checkpointing"
+REDUCTION = f"{BACKEND}.reduce_gradients"
 MOST_TOKENS = 16384
 _DTYPE = f"{BACKEND}.param_dtype"
 
@@ -173,6 +174,7 @@ TRAINING = RANKS | OptionSet(
         "memory": (
             "max_tokens_per_micro_batch",
             CHECKPOINTING,
+            REDUCTION,
             *(f"{BACKEND}.{name}" for name in ("log_prob_chunk_tokens", "reshard_after_forward")),
         ),
         "checkpoints": (

@@ -149,14 +149,14 @@ class TrainGroup:
     stays usable (drop half-made gradients with ``zero_grad``). A rank that dies, or fails while its peers are in a
     collective, ends the group with :class:`~rl_backend.contracts.GroupFailedError`.
 
-    With ``gpus_per_rank=1`` each rank sees one CUDA device, is ``LOCAL_RANK`` 0 on it, and the runtime uses NCCL. That path
+    With ``gpus_per_rank`` each rank sees one CUDA device, is ``LOCAL_RANK`` 0 on it, and the runtime uses NCCL. That path
     has not been run.
 
     Args:
         config: every rank builds its runtime from it. Paths in it must exist on every node.
         cores_per_rank: CPU cores reserved for a rank, and its number of threads.
-        gpus_per_rank: 0, 1, or less than 1 for a single rank that shares its GPU, for example with an engine of
-            ``RolloutConfig(gpus_per_worker=0.5)``.
+        gpus_per_rank: 0, 1, or a share of a GPU for ranks that engines are beside: several ranks with 0.6, say, and as many
+            engines of ``RolloutConfig(gpus_per_worker=0.4)``. Several ranks take more than 0.5.
         failure_grace: seconds that the peers of a failed rank have to answer before all are stopped.
         bounds: how long a rank that hangs is waited for; it counts as dead then.
         recover: with ``checkpoint`` a rank that dies, or fails while its peers are in a collective, does not end the group.

@@ -36,6 +36,7 @@ from torch.futures import Future
 
 from rl_backend.checkpoint.confined import require_inside
 from rl_backend.checkpoint.durable_commit import commit_draft, discard_draft, draft_of, sync, with_notes, write_synced
+from rl_backend.checkpoint.host_memory import HostMemory
 from rl_backend.checkpoint.manifest import MANIFEST_NAME, FileFacts, TrainingManifest, damaged
 from rl_backend.checkpoint.metadata_unpickler import METADATA_FILE, load_problem, stored_metadata
 from rl_backend.contracts import CheckpointError, RLBackendError, name_of_dtype
@@ -282,38 +283,36 @@ type StateTensors = Mapping[str, Tensor | TensorPieces]
 
 
 class HostBuffers:
-    """Host memory for one model's state; pinned for tensors on a GPU, which copies at the speed of the bus."""
+    """Host memory for one model's state on ``device``."""
 
     # Kept from one copy to the next: writing to fresh memory takes several times as long.
-    def __init__(self) -> None:
-        self._buffers: dict[tuple[str, tuple[int, ...]], Tensor] = {}
+    def __init__(self, device: torch.device) -> None:
+        self._memory = HostMemory(device)
 
     def copy(self, tensors: StateTensors) -> dict[str, Tensor | TensorPieces]:
         """Copies, valid until the next call. Pieces that another rank writes are left out."""
-        devices = set[torch.device]()
-        copies: dict[str, Tensor | TensorPieces] = {}
-        for name, tensor in tensors.items():
-            if isinstance(tensor, TensorPieces):
-                pieces = {
-                    offsets: self._copied((name, offsets), piece, devices)
-                    for offsets, piece in tensor.pieces.items()
-                    if tensor.writes
-                }
-                copies[name] = TensorPieces(tensor.whole_size, pieces, writes=tensor.writes)
-            else:
-                copies[name] = self._copied((name, ()), tensor.detach(), devices)
-        for device in devices:
+        found = {
+            name: tensor.pieces if isinstance(tensor, TensorPieces) else {(): tensor.detach()}
+            for name, tensor in tensors.items()
+            if not isinstance(tensor, TensorPieces) or tensor.writes
+        }
+        pieces = [piece for each in found.values() for piece in each.values()]
+        places = iter(self._memory.take([piece.nbytes for piece in pieces]))
+        copied = {
+            name: {offsets: _copied(piece, next(places)) for offsets, piece in each.items()} for name, each in found.items()
+        }
+        for device in {piece.device for piece in pieces if piece.device.type != "cpu"}:
             torch.accelerator.current_stream(device).synchronize()
-        return copies
+        return {
+            name: TensorPieces(tensor.whole_size, copied.get(name, {}), writes=tensor.writes)
+            if isinstance(tensor, TensorPieces)
+            else copied[name][()]
+            for name, tensor in tensors.items()
+        }
 
-    def _copied(self, key: tuple[str, tuple[int, ...]], tensor: Tensor, devices: set[torch.device]) -> Tensor:
-        buffer = self._buffers.get(key)
-        if buffer is None or buffer.shape != tensor.shape or buffer.dtype != tensor.dtype:
-            buffer = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
-            self._buffers[key] = buffer
-        if tensor.device.type != "cpu":
-            devices.add(tensor.device)
-        return buffer.copy_(tensor, non_blocking=True)
+
+def _copied(tensor: Tensor, place: Tensor) -> Tensor:
+    return place.view(tensor.dtype).view(tensor.shape).copy_(tensor, non_blocking=True)
 
 
 def raise_on_every_rank(

@@ -18,7 +18,7 @@ EXIT_DOES_NOT_FIT = 1
 DTYPES = ("auto", "float32", "bfloat16")
 AUTO = "bfloat16 where this machine has a GPU, else float32, as in a run; also of --sync-dtype"
 SIZES = tuple(ParallelConfig.model_fields)
-NATIVE = ("pipeline_schedule", "activation_checkpointing", "reduce_dtype")
+NATIVE = ("pipeline_schedule", "activation_checkpointing", "reduce_dtype", "reduce_gradients")
 WORK = (
     *("sequence_length", "prompt_length", "samples_per_prompt", "micro_batch_tokens", "num_micro_batches", "head"),
     *("sync_dtype", "byte_budget", "tenants"),

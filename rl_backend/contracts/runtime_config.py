@@ -108,6 +108,7 @@ _ROUNDED = HasEffect(
 )
 
 type Checkpointing = Literal["none", "selective", "full"]
+type Reduction = Literal["once", "per_micro_batch"]
 type PipelineSchedule = Literal["auto", "1f1b", "interleaved-1f1b", "zb-h1", "zb-h2", "zbv", "dualpipev"]
 
 
@@ -143,6 +144,9 @@ class NativeConfig(BackendConfig):
         head_in_float32: with another ``param_dtype``, the last norm and the head compute in float32, with their parameters
             as the optimizer has them.
         reduce_dtype: dtype in which gradients are accumulated and reduced over ranks.
+        reduce_gradients: ``once`` keeps whole gradients until the last micro-batch of a pass and reduces them over ranks
+            there; ``per_micro_batch`` reduces them in every backward pass and keeps this rank's shards: less memory, more
+            communication. Not for schedules that split backward passes.
         activation_checkpointing: ``full`` recomputes each layer in the backward pass; ``selective`` keeps attention and
             every second product of matrices, and recomputes the rest.
         reshard_after_forward: free gathered parameters between forward and backward.
@@ -161,6 +165,7 @@ class NativeConfig(BackendConfig):
     param_dtype: Literal["float32", "bfloat16"] = "float32"
     head_in_float32: Annotated[bool, _ROUNDED] = False
     reduce_dtype: Literal["float32", "bfloat16"] = "float32"
+    reduce_gradients: Annotated[Reduction, MAY_CHANGE] = "once"
     activation_checkpointing: Annotated[Checkpointing, MAY_CHANGE] = "none"
     reshard_after_forward: Annotated[bool, MAY_CHANGE] = True
     compile: Annotated[bool, MAY_CHANGE] = False

@@ -10,7 +10,7 @@ from typing import Any, get_args, get_origin
 from rl_backend.contracts import BaseConfig, ConfigError, RegistryError, RLBackendError
 from rl_backend.options.config_file import ConfigFile, as_yaml
 from rl_backend.options.help import Sections, alternatives, nearest, option_parser, shown
-from rl_backend.options.option_set import has, merged, options_of, sections_of
+from rl_backend.options.option_set import IS_SECTION, has, merged, not_sections, options_of, sections_of
 from rl_backend.options.parser import CommandError
 
 
@@ -118,6 +118,9 @@ def _piece(place: str, text: str, *, is_object: bool, is_list: bool) -> Any:
 
 
 def _refuse_unknown(file: ConfigFile, config_type: type[BaseConfig], sections: Sections) -> None:
+    for name, value in not_sections(file.values, options_of(config_type), sections):
+        where = f", line {file.lines[name]}" if name in file.lines else ""
+        raise ConfigError(f"--config {file.path}{where}: {name}={json.dumps(value, default=str)}: {IS_SECTION}")
     for name, line in file.lines.items():
         prefix, dot, last = options_of(config_type).place_of(name).rpartition(".")
         kind = sections.get(prefix + dot)

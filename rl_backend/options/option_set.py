@@ -136,7 +136,31 @@ def overlaid[C: BaseModel](kind: type[C], below: Mapping[str, Any], above: Mappi
     """A configuration of the values of both, by place or short name; ``above`` wins."""
     options = options_of(kind)
     values = options.nest(below)
-    return kind(**merged(values, options.nest(above), dict(sections_of(kind, options.section_types(values)))))
+    sections = dict(sections_of(kind, options.section_types(values)))
+    for name, value in (*not_sections(below, options, sections), *not_sections(above, options, sections)):
+        raise ConfigError.of(f"{kind.__name__}.{name}", value, IS_SECTION)
+    return kind(**merged(values, options.nest(above), sections))
+
+
+IS_SECTION = "these are several options; give each its own value (name: value), or leave it out"
+
+
+def not_sections(
+    values: Mapping[str, Any], options: OptionSet, sections: Container[str], prefix: str = ""
+) -> Iterator[tuple[str, Any]]:
+    """Name and value of what is given in the place of a nested configuration, and would be lost under one of its values.
+
+    Args:
+        sections: prefixes of configurations, as of :func:`sections_of`.
+    """
+    for name, value in values.items():
+        place = f"{options.place_of(f'{prefix}{name}')}."
+        if place not in sections or isinstance(value, BaseConfig):
+            continue
+        if isinstance(value, Mapping):
+            yield from not_sections(value, options, sections, place)
+        else:
+            yield f"{prefix}{name}", value
 
 
 def value_and_default(config: BaseModel, name: str) -> tuple[Any, Any]:

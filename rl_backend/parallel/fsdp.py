@@ -68,13 +68,13 @@ def _works_as_it_is(parameter: nn.Parameter, param_dtype: torch.dtype, reduce_dt
     return parameter.dtype == param_dtype and (not parameter.requires_grad or param_dtype == reduce_dtype)
 
 
-def set_gradient_sync(model: nn.Module, enabled: bool, *, keep_gathered: bool) -> None:
-    """Whether the next backward pass reduces gradients over the ranks, or leaves them to a later one. ``keep_gathered``:
-    without reduction, keep parameters gathered for the next micro-batch too.
+def set_backward(model: nn.Module, *, reduce: bool, reshard: bool) -> None:
+    """Whether backward passes from now on reduce gradients over the ranks, or leave whole ones to a later pass; and whether
+    they free gathered parameters, or keep them for the next micro-batch.
     """
     if isinstance(model, FSDPModule):
-        model.set_requires_gradient_sync(enabled)
-        model.set_reshard_after_backward(enabled or not keep_gathered)
+        model.set_requires_gradient_sync(reduce)
+        model.set_reshard_after_backward(reshard)
 
 
 def accumulate_gradients(model: nn.Module) -> None:
@@ -90,8 +90,7 @@ def accumulate_gradients(model: nn.Module) -> None:
 def reduce_gradients(model: nn.Module) -> None:
     """Reduces over the ranks what backward passes without reduction have left. A collective."""
     if isinstance(model, FSDPModule):
-        model.set_requires_gradient_sync(True)
-        model.set_reshard_after_backward(True)
+        set_backward(model, reduce=True, reshard=True)
         # FSDP2 has no public call for it, as gradients that are computed after their backward pass need.
         model._get_fsdp_state()._root_post_backward_final_callback()
 

@@ -10,6 +10,7 @@ from collections.abc import Generator, MutableMapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,6 +29,8 @@ COLLECTIVE_TIMEOUT = timedelta(minutes=30)
 """How long a rank waits for the others, when the groups are made and in every collective, unless a configuration says
 otherwise.
 """
+
+_DEVICE_FILES = Path("/dev")
 
 _num_met = itertools.count()
 _num_opened = itertools.count()
@@ -171,9 +174,16 @@ _default_group = _DefaultGroup()
 
 def training_device(name: str) -> torch.device:
     """The device of this rank for ``auto``, ``cpu`` or ``cuda``; CUDA devices are numbered by ``LOCAL_RANK`` (0 without it).
-    Raises :class:`ConfigError`: there is no such device.
+    Raises :class:`ConfigError`: there is no such device, or for ``auto`` one that torch cannot use.
     """
     if name == "cpu" or (name == "auto" and not torch.cuda.is_available()):
+        if name == "auto" and (unused := _visible_gpus()):
+            raise ConfigError.of(
+                "device",
+                name,
+                f"this machine has {unused[0]}, which torch {torch.__version__} cannot use: it is built for CPUs, or the "
+                "driver is too old (`rl-backend doctor` says which); mend that, or use 'cpu'",
+            )
         return torch.device("cpu")
     index = int(os.environ.get("LOCAL_RANK", "0"))
     count = torch.cuda.device_count()
@@ -187,6 +197,13 @@ def training_device(name: str) -> torch.device:
     device = torch.device("cuda", index)
     torch.cuda.set_device(device)
     return device
+
+
+def _visible_gpus() -> list[str]:
+    """Device files of NVIDIA's GPUs, unless the environment hides them, as it does from ranks that are given none."""
+    if os.environ.get("CUDA_VISIBLE_DEVICES", "0").strip() in ("", "-1"):
+        return []
+    return sorted(map(str, _DEVICE_FILES.glob("nvidia[0-9]*")))
 
 
 def open_groups(parallel: ParallelConfig, device: torch.device, timeout: timedelta = COLLECTIVE_TIMEOUT) -> ParallelGroups:

@@ -141,7 +141,7 @@ class CheckpointWriter:
                 tensors, manifest = state()
                 manifest = manifest.replace(extra=kept)
                 if asynchronous:
-                    tensors = self._buffers.setdefault(handle, HostBuffers()).copy(tensors)
+                    tensors = self._buffers.setdefault(handle, HostBuffers(handle.groups.device)).copy(tensors)
         except CheckpointError:
             if dist.get_rank(self._group) == 0:
                 discard_draft(draft)

@@ -1,7 +1,6 @@
 """Models of a runtime, and where each of their parts is."""
 
 from abc import ABC, abstractmethod
-from collections import defaultdict
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -11,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from rl_backend import contracts
+from rl_backend.checkpoint.host_memory import HostMemory
 from rl_backend.contracts import HandleError, UnsupportedError
 from rl_backend.contracts.atoms import PARTS, Part
 from rl_backend.parallel.groups import RankGroups
@@ -33,10 +33,7 @@ class Offload:
     handle_name: str
     device: torch.device
     _moved: dict[Part, list[MovedStorage]] = field(default_factory=dict)
-    _spare_buffers: dict[int, list[Tensor]] = field(default_factory=lambda: defaultdict(list))
-
-    def on_device(self, part: Part) -> bool:
-        return part not in self._moved
+    _memory: dict[Part, HostMemory] = field(default_factory=dict)
 
     def require(self, operation: str, *parts: Part) -> None:
         """Raises :class:`HandleError` when one of ``parts`` is in host memory."""
@@ -51,9 +48,6 @@ class Offload:
                 parts=away,
             )
 
-    def host_bytes(self, part: Part) -> int:
-        return sum(host.nbytes for _, host in self._moved.get(part, ()))
-
     def offload(self, part: Part, tensors: Iterable[Tensor]) -> None:
         """Moves the storages of ``tensors`` to host memory; nothing to do when the part is there."""
         if part in self._moved:
@@ -65,11 +59,12 @@ class Offload:
                 f"{len(fixed)} tensors of the {part} of {self.handle_name!r} have memory that cannot be released "
                 "(mapped from a file or shared with another library), so they cannot be moved to host memory"
             )
-        moved = []
-        for storage in storages.values():
-            host = self._take_buffer(storage.nbytes())
+        # On a GPU kept for the next trip: to lock pages costs more than the copy.
+        memory = self._memory.setdefault(part, HostMemory(self.device))
+        hosts = memory.take([storage.nbytes() for storage in storages.values()])
+        moved = list(zip(storages.values(), hosts, strict=True))
+        for storage, host in moved:
             host.copy_(_bytes(storage), non_blocking=True)
-            moved.append((storage, host))
         self._synchronize()
         for storage, _ in moved:
             storage.resize_(0)
@@ -92,12 +87,13 @@ class Offload:
             for storage, _ in moved:
                 storage.resize_(0)
             raise
-        self._moved.pop(part, None)
-        self._keep_buffers(moved)
+        self.forget(part)
 
     def forget(self, part: Part) -> None:
         """Gives up the contents of a part whose tensors are being dropped; it counts as on the device again."""
-        self._keep_buffers(self._moved.pop(part, []))
+        self._moved.pop(part, None)
+        if self.device.type != "cuda":
+            self._memory.pop(part, None)
 
     def clear(self, part: Part) -> None:
         """Brings a part back filled with zeros; nothing to do when it is on the device."""
@@ -105,16 +101,6 @@ class Offload:
             storage.resize_(host.nbytes)
             _bytes(storage).zero_()
         self.forget(part)
-
-    def _take_buffer(self, nbytes: int) -> Tensor:
-        spare = self._spare_buffers[nbytes]
-        # Pinned, and kept for the next trip: pinning costs more than the copy.
-        return spare.pop() if spare else torch.empty(nbytes, dtype=torch.uint8, pin_memory=self.device.type == "cuda")
-
-    def _keep_buffers(self, moved: list[MovedStorage]) -> None:
-        if self.device.type == "cuda":
-            for _, host in moved:
-                self._spare_buffers[host.nbytes].append(host)
 
     def _synchronize(self) -> None:
         if self.device.type == "cuda":

@@ -48,7 +48,7 @@ def test_any_split_over_ranks_and_micro_batches_gives_the_gradients_of_one_rank(
     assert_same(results[0], one_rank)
 
 
-@pytest.mark.shows("runtime: activation checkpointing and resharding change no gradient")
+@pytest.mark.shows("runtime: activation checkpointing, resharding and when gradients are reduced change no gradient")
 @pytest.mark.parametrize(
     "settings",
     [
@@ -57,6 +57,8 @@ def test_any_split_over_ranks_and_micro_batches_gives_the_gradients_of_one_rank(
         {"activation_checkpointing": "selective"},
         {"activation_checkpointing": "full", "reshard_after_forward": False},
         {"log_prob_chunk_tokens": 7},
+        {"reduce_gradients": "per_micro_batch"},
+        {"reduce_gradients": "per_micro_batch", "reshard_after_forward": False},
     ],
     ids=str,
 )
@@ -67,11 +69,11 @@ def test_options_that_trade_memory_for_time_do_not_change_gradients(
     assert_same(ranks.run(gradients_job, str(model), split, settings, world_size=2)[0], one_rank)
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize(("world_size", "reduction"), [(1, "once"), (2, "once"), (1, "per_micro_batch")])
 def test_bfloat16_parameters_give_float32_gradients_near_the_exact_ones(
-    ranks: RankPool, model: Path, one_rank: dict[str, Tensor], world_size: int
+    ranks: RankPool, model: Path, one_rank: dict[str, Tensor], world_size: int, reduction: str
 ) -> None:
     split = deal(SPLITS["two sequences each"], world_size)
-    settings = {"param_dtype": "bfloat16"}
+    settings = {"param_dtype": "bfloat16", "reduce_gradients": reduction}
     result = ranks.run(gradients_job, str(model), split, settings, world_size=world_size)[0]
     assert_same(result, one_rank, tolerance=0.05)

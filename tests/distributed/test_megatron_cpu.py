@@ -54,7 +54,6 @@ NEEDED_BY: dict[str, tuple[int, dict[str, int]]] = {
     "torch.Tensor.type": (1, {}),
     "torch.cuda.get_rng_state": (1, {}),
     "megatron.core.tensor_parallel.random._get_cuda_rng_state": (1, {}),
-    "torch.cuda.synchronize": (2, {"pp": 2}),
     "torch.Tensor.cuda": (2, {"pp": 2}),
     "megatron.core.transformer.moe.token_dispatcher.maybe_move_tensor_to_cpu": (2, {"ep": 2}),
 }

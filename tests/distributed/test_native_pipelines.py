@@ -13,6 +13,7 @@ from rl_backend.contracts import BatchError, ConfigError
 from rl_backend.pipeline.catalog import make_schedule
 from rl_backend.pipeline.executor import PipelineExecutor
 from rl_backend.runtime.native import forward_backward
+from tests.distributed import test_plan
 from tests.distributed.test_native_layouts import SPLIT, Run, assert_same, run_layout
 from tests.support.matrix import sampled
 from tests.support.models import write_tiny
@@ -90,13 +91,36 @@ def test_mixtures_of_experts_train_in_a_pipeline_as_on_one_rank(
         ({"pipeline_schedule": "zb-h1", "activation_checkpointing": "selective"}, {"pp": 2}),
         ({"pipeline_schedule": "zb-h1", "reshard_after_forward": False}, {"pp": 2}),
         ({"pipeline_schedule": "zbv", "pipeline_layers": (1, 4, 2, 2)}, {"pp": 2, "vpp": 2}),
+        ({"pipeline_schedule": "interleaved-1f1b", "reduce_gradients": "per_micro_batch"}, {"pp": 2, "vpp": 2}),
     ],
-    ids=["recomputation", "a part kept", "parameters stay gathered", "layers as one says"],
+    ids=["recomputation", "a part kept", "parameters stay gathered", "layers as one says", "reduced in each"],
 )
 def test_options_change_nothing(
     ranks: RankPool, dense: Path, dense_on_one_rank: Run, settings: dict[str, Any], layout: dict[str, int]
 ) -> None:
     assert_same(run_layout(ranks, 2, dense, layout, settings), dense_on_one_rank)
+
+
+def waiting_job(model: str, reduction: str) -> int:
+    """Bytes of whole gradients that this rank has when its last micro-batch begins."""
+    layout = {"parallel": {"pp": 2}, "pipeline_schedule": "1f1b"}
+    with open_runtime(model, reduce_gradients=reduction, **layout) as runtime:
+        handle = runtime.build_model()
+        (stage,) = handle.stages.values()
+        waiting: list[int] = []
+
+        def begins(*_: Any) -> None:
+            waiting.append(test_plan.held(test_plan.unreduced(stage)))
+
+        stage.register_forward_pre_hook(begins, prepend=True)
+        runtime.forward_backward(handle, micro_batches(SPLIT), token_loss)
+        return waiting[-1]
+
+
+@pytest.mark.shows("runtime: with reduce_gradients=per_micro_batch stages of a pipeline keep no whole gradients either")
+def test_stages_keep_no_whole_gradients_where_they_are_reduced_in_each_micro_batch(ranks: RankPool, dense: Path) -> None:
+    assert min(ranks.run(waiting_job, str(dense), "once")) > 0
+    assert ranks.run(waiting_job, str(dense), "per_micro_batch") == [0, 0]
 
 
 def attentions_job(model: str, schedule: str, vpp: int) -> tuple[int, int]:

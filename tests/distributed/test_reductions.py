@@ -6,14 +6,20 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rl_backend.contracts import ModelOutput, OptimizerConfig, PackedBatch
+from rl_backend.lab.plan.make import make_plan
+from rl_backend.lab.plan.memory import Workload
 from tests.distributed.test_native_layouts import assert_same, run_layout
+from tests.distributed.test_plan import unreduced
+from tests.support.journeys import live_bytes
+from tests.support.models import write_tiny
 from tests.support.moe import write_moe
-from tests.support.native import gradients, micro_batches, open_runtime, relative_difference, token_loss
+from tests.support.native import gradients, make_config, micro_batches, open_runtime, relative_difference, token_loss
 from tests.support.rank_pool import RankPool
 
 
@@ -56,6 +62,53 @@ def test_gradients_are_reduced_once_whatever_the_number_of_micro_batches(ranks: 
     one, four = ranks.run(counting_job, str(untied_model), [1, 4], {})[0]
     assert reductions(one) > 0
     assert reductions(four) == reductions(one)
+
+
+def test_gradients_are_reduced_in_every_micro_batch_where_that_is_asked_for(ranks: RankPool, untied_model: Path) -> None:
+    one, four = ranks.run(counting_job, str(untied_model), [1, 4], {"reduce_gradients": "per_micro_batch"})[0]
+    assert reductions(four) == 4 * reductions(one) > 0
+
+
+def kept_job(model: str, settings: dict[str, Any]) -> list[int]:
+    """Bytes of what a rank has made in a pass and still has when its second, and its third micro-batch begins."""
+    found: list[int] = []
+    with open_runtime(model, **settings) as runtime:
+        handle = runtime.build_model()
+        data = micro_batches([[0, 1], [2, 3], [4, 5]], dp_size=2)
+        # The first pass makes what stays.
+        runtime.forward_backward(handle, data, token_loss)
+        runtime.zero_grad(handle)
+        before = live_bytes()
+
+        def begins(*_: Any) -> None:
+            # Python sees no gradient that it has not asked for.
+            gradients = unreduced(handle.model), [value.grad for value in handle.parameters.values()]
+            found.append(live_bytes() - before)
+            del gradients
+
+        # Before FSDP gathers the parameters of the root.
+        handle.model.register_forward_pre_hook(begins, prepend=True)
+        runtime.forward_backward(handle, data, token_loss)
+    return found[1:]
+
+
+@pytest.mark.shows(
+    "runtime: with reduce_gradients=per_micro_batch a rank keeps shards of gradients between micro-batches, as planned"
+)
+@pytest.mark.parametrize("param_dtype", ["float32", "bfloat16"])
+def test_what_is_kept_between_micro_batches_are_shards_where_gradients_are_reduced_in_each(
+    ranks: RankPool, tmp_path: Path, param_dtype: str
+) -> None:
+    # Wide enough for gradients to be more than what a pass notes of its results, and deep enough for two layers to be few.
+    model = write_tiny("qwen3", tmp_path / "model", intermediate_size=512, num_hidden_layers=6)
+    work = Workload(sequence_length=64, micro_batch_tokens=64, num_micro_batches=3)
+    for reduce_gradients in ("once", "per_micro_batch"):
+        settings = {"param_dtype": param_dtype, "reduce_gradients": reduce_gradients}
+        (planned,) = make_plan(make_config(model, **settings), 2, work).ranks
+        expected = planned.unreduced_gradients if reduce_gradients == "once" else planned.gradients
+        for kept in ranks.run(kept_job, str(model), settings):
+            assert kept == pytest.approx([expected] * 2, rel=0.1), reduce_gradients
+    assert 0 < planned.unreduced_gradients < planned.gradients, "of two layers"
 
 
 def test_parameters_that_stay_after_the_forward_pass_are_not_gathered_again(ranks: RankPool, untied_model: Path) -> None:

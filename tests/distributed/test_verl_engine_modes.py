@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 
 from tests.support.models import write_tiny
+from tests.support.offloads import parts_away
 from tests.support.rank_pool import RankPool
 from tests.support.verl_engine import open_engine
 
@@ -18,7 +19,7 @@ def places_job(model: str, backend: str) -> list[list[bool]]:
     """Whether each part is on the device: at rest, in training, in evaluation, at rest, and when verl asks for the model."""
 
     def places() -> list[bool]:
-        return [engine.handle.offload.on_device(part) for part in PARTS]
+        return [part not in parts_away(engine.handle.offload) for part in PARTS]
 
     with open_engine(model, backend=backend, param_offload=True, optimizer_offload=True) as engine:
         found = [places()]

@@ -232,7 +232,7 @@ def test_more_cores_or_gpus_than_the_cluster_has_are_refused_within_seconds() ->
         ({"num_ranks": 0}, "num_ranks=0: must be at least 1"),
         ({"cores_per_rank": 0}, "cores_per_rank=0: must be at least 1"),
         ({"gpus_per_rank": 2}, "gpus_per_rank=2"),
-        ({"gpus_per_rank": 0.5, "num_ranks": 2}, "gpus_per_rank=0.5: a rank trains on no GPU .0. or on one .1."),
+        ({"gpus_per_rank": 0.5, "num_ranks": 2}, "gpus_per_rank=0.5: a rank trains on no GPU .0., on one .1. or on a"),
     ],
 )
 def test_numbers_that_make_no_sense_are_refused_by_name(arguments: dict[str, Any], message: str) -> None:

@@ -17,6 +17,7 @@ from rl_backend.contracts import NativeConfig, OptimizerConfig, RuntimeConfig, U
 from rl_backend.contracts.atoms import PARTS
 from rl_backend.runtime import create_runtime
 from rl_backend.runtime.bridge.config import BridgeConfig
+from tests.support.offloads import host_bytes
 from tests.support.sft_batches import random_token_sequences, sft_micro_batches
 
 pytestmark = pytest.mark.gpu
@@ -59,7 +60,7 @@ def allocated() -> int:
 
 
 def host_buffers(handle: Any) -> set[int]:
-    return {moved.host.data_ptr() for moves in handle.offload._moved.values() for moved in moves}
+    return {host.data_ptr() for moved in handle.offload._moved.values() for _, host in moved}
 
 
 def weights(runtime: Any, handle: Any) -> dict[str, Tensor]:
@@ -74,7 +75,7 @@ def test_a_part_gives_back_its_device_memory(runtime: Any, part: str, record_pro
     backward(runtime, handle)
     full = allocated()
     move(runtime, handle, "cpu", part)
-    away = handle.offload.host_bytes(part)
+    away = host_bytes(handle.offload, part)
     parameters = sum(info.nbytes for info in runtime.weight_infos(handle))
     assert away >= parameters * (2 if part == "optimizer" else 1)
     returned = full - allocated()
@@ -102,7 +103,7 @@ def test_parts_that_are_all_away_leave_nothing_and_use_their_host_buffers_again(
             move(runtime, handle, "cpu", part)
         assert allocated() - before < 0.1 * full
         assert reserved - torch.cuda.memory_reserved() > 0.3 * full, "memory that other processes can take"
-        assert all(moved.host.is_pinned() for moves in handle.offload._moved.values() for moved in moves)
+        assert all(host.is_pinned() for moved in handle.offload._moved.values() for _, host in moved)
         assert not buffers or host_buffers(handle) == buffers
         buffers = host_buffers(handle)
         for part in returning:

@@ -21,6 +21,7 @@ from rl_backend.runtime.native.handle import NativeHandle
 from tests.support.bridge_runs import open_bridge
 from tests.support.bridge_state import optimizer_shards
 from tests.support.native import assert_equal_tensors, deal, micro_batches, open_runtime, optimizer_state, token_loss
+from tests.support.offloads import host_bytes
 
 SPLIT = [[0, 1], [2, 3], [4, 5], [6, 7]]
 
@@ -68,7 +69,7 @@ def journey_job(backend: str, model: str, settings: Mapping[str, Any], seed: int
         result(runtime, moved, "backward", 0)
         assert_same(*(held(handle) for handle in (moved, still)))
         move(runtime, moved, "cpu", PARTS)
-        away = [moved.offload.host_bytes(part) for part in PARTS]
+        away = [host_bytes(moved.offload, part) for part in PARTS]
         assert min(away) > 0
         assert live_bytes(moved) - before < 0.1 * sum(away)
 

@@ -9,10 +9,24 @@ from typing import Any
 import torch
 
 from rl_backend.checkpoint.hf_reader import read_hf_config
-from rl_backend.contracts import BatchError, ConfigError, NativeConfig, ParallelConfig, RuntimeConfig, UnsupportedError
+from rl_backend.contracts import (
+    BackendConfig,
+    BatchError,
+    ConfigError,
+    NativeConfig,
+    ParallelConfig,
+    RuntimeConfig,
+    UnsupportedError,
+)
 from rl_backend.lab.plan.bridge import bridge_memory
 from rl_backend.lab.plan.memory import COMPONENTS, PHASES, Phase, RankMemory, Workload
-from rl_backend.lab.plan.native import MASTER_BYTES, engine_slot_bytes, native_memory, why_prompts_are_repeated
+from rl_backend.lab.plan.native import (
+    MASTER_BYTES,
+    accumulates_whole,
+    engine_slot_bytes,
+    native_memory,
+    why_prompts_are_repeated,
+)
 from rl_backend.lab.text import count, table
 from rl_backend.model import find_model, model_positions
 from rl_backend.model.blocks import CacheBytes
@@ -148,33 +162,44 @@ def _sequence_cache(config: RuntimeConfig, workload: Workload) -> CacheBytes | N
 
 
 def suggest_layout(plan: Plan, device_bytes: int) -> Plan | None:
-    """The first layout in the order of :func:`candidate_layouts` that fits a device, or None; all else stays."""
+    """The first that fits a device, or None: the given layout, then those in the order of :func:`candidate_layouts`; each as
+    it is, and where ``reduce_gradients`` was not given with gradients reduced in every backward pass. All else stays.
+    """
     if not plan.phases_over(device_bytes):
         return plan
-    for parallel in candidate_layouts(plan.config, plan.num_ranks):
-        if parallel == plan.config.backend_cfg.parallel or _least_bytes(plan, parallel) > device_bytes:
-            continue
-        try:
-            config = plan.config.replace(backend_cfg=plan.config.backend_cfg.replace(parallel=parallel))
-            other = make_plan(config, plan.num_ranks, plan.workload)
-        except (ConfigError, BatchError):
-            continue
-        if not other.phases_over(device_bytes):
-            return other
+    given = plan.config.backend_cfg
+    others = [each for each in candidate_layouts(plan.config, plan.num_ranks) if each != given.parallel]
+    for parallel in (given.parallel, *others):
+        for options in _reductions(plan, given.replace(parallel=parallel)):
+            if options == given or _least_bytes(plan, options) > device_bytes:
+                continue
+            try:
+                other = make_plan(plan.config.replace(backend_cfg=options), plan.num_ranks, plan.workload)
+            except (ConfigError, BatchError):
+                continue
+            if not other.phases_over(device_bytes):
+                return other
     return None
 
 
-def _least_bytes(plan: Plan, parallel: ParallelConfig) -> int:
+def _reductions(plan: Plan, options: BackendConfig) -> list[BackendConfig]:
+    given = not isinstance(options, NativeConfig) or options.is_set("reduce_gradients")
+    if given or not any(rank.unreduced_gradients for rank in plan.ranks):
+        return [options]
+    return [options, options.replace(reduce_gradients="per_micro_batch")]
+
+
+def _least_bytes(plan: Plan, options: BackendConfig) -> int:
     # What training takes at least, without the seconds that laying it out takes: an average rank's parameters.
-    options, offload = plan.config.backend_cfg, plan.workload.offload
+    parallel, offload = options.parallel, plan.workload.offload
     if plan.workload.tenants:
         return 0  # the frozen model alone may be smaller than any bound on what is trained
     everywhere = plan.num_parameters / plan.num_ranks
     computed = plan.num_parameters / (parallel.pp * max(parallel.tp, parallel.ep * parallel.etp))
     moments = 0 if "optimizer" in offload else 2 * MASTER_BYTES * everywhere
     if isinstance(options, NativeConfig):
-        accumulates = plan.workload.num_micro_batches > 1 or parallel.pp > 1
-        unreduced = getattr(torch, options.reduce_dtype).itemsize * computed if accumulates and plan.num_ranks > 1 else 0
+        accumulates = accumulates_whole(options, plan.workload) and plan.num_ranks > 1
+        unreduced = getattr(torch, options.reduce_dtype).itemsize * computed if accumulates else 0
         return int(2 * MASTER_BYTES * everywhere + moments + unreduced)
     assert isinstance(options, BridgeConfig), "make_plan counts these two"
     return int((getattr(torch, options.param_dtype).itemsize + MASTER_BYTES) * computed + moments)
@@ -261,7 +286,7 @@ def as_text(plan: Plan, device_bytes: int | None, fitting: Plan | None, link_gib
     )
     if fitting is not None:
         needed = max(fitting.peak(phase) for phase in PHASES)
-        remedy = f"fits with {amount(needed)} {unit}: {_layout_text(fitting)}"
+        remedy = f"fits with {amount(needed)} {unit}: {_layout_text(fitting)}{_reduction_text(fitting, plan)}"
     return "\n".join([*lines, "", f"does not fit {device}: {', '.join(over)}", remedy])
 
 
@@ -272,6 +297,7 @@ def as_json(plan: Plan, device_bytes: int | None, fitting: Plan | None, link_gib
         "backend": plan.config.backend,
         "num_ranks": plan.num_ranks,
         "parallel": plan.layout,
+        "reduce_gradients": getattr(plan.config.backend_cfg, "reduce_gradients", None),
         "workload": plan.workload.model_dump(),
         "sync_bytes": plan.sync_bytes,
         "sync_sent": list(plan.sync_sent),
@@ -316,6 +342,12 @@ def _prompts_text(plan: Plan) -> str:
 
 def _table(title: str, rows: Sequence[tuple[str, ...]]) -> list[str]:
     return [*(line.replace("_", " ") for line in table(COLUMNS, [(title, *PHASES), *rows])), ""]
+
+
+def _reduction_text(plan: Plan, other: Plan) -> str:
+    """What ``plan`` reduces gradients by, where that is not as in ``other``."""
+    mine, theirs = (getattr(each.config.backend_cfg, "reduce_gradients", "") for each in (plan, other))
+    return "" if mine == theirs else f" reduce_gradients={mine}"
 
 
 def _layout_text(plan: Plan) -> str:

@@ -267,7 +267,7 @@ def native_memory(
     native = config.options(NativeConfig)
     model = describe_model(config.hf_path, native, workload.head)
     actions = rank_actions(native, workload.num_micro_batches)
-    accumulates = workload.num_micro_batches > 1 or schedule_name(native) is not None
+    accumulates = accumulates_whole(native, workload)
     ranks = [rank_stages(model, native, rank, num_ranks, workload) for rank in range(native.parallel.pp)]
     weights = weights_to_sync(model, ranks, workload)
     bucket = sync_bucket_bytes(weights, workload.byte_budget, num_ranks)
@@ -283,8 +283,9 @@ def native_memory(
         sharded = list(stages.sharded.values())
         parameters = [size for stage in sharded for size in stage.parameters.values()]
         trained = sum(size.held for size in parameters if size.trained)
-        # Reduced in the last backward pass of a step, or layer by layer in the only one.
-        unreduced = sum(stage.gathered(all_at_once=accumulates, trained=True) for stage in sharded)
+        # Reduced in the last backward pass of a step; or layer by layer in the only one, or in each, of one stage at a time.
+        waiting = [stage.gathered(all_at_once=accumulates, trained=True) for stage in sharded]
+        unreduced = sum(waiting) if accumulates else max(waiting)
         optimizer = 2 * trained * MASTER_BYTES + sum(size.trained for size in parameters) * torch.float32.itemsize
         tenant = _tenant(workload.lora, modules_of_rank(modules, stages.adaptable))
         # All stages of the rank if nothing is freed between passes, else the largest: one runs at a time.
@@ -304,6 +305,11 @@ def native_memory(
             )
         )
     return found, weights, partial(sent_by_rank, model, layouts_of(ranks), num_ranks, workload.sync_dtype)
+
+
+def accumulates_whole(native: NativeConfig, workload: Workload) -> bool:
+    """Whether gradients of whole parameters are kept from one micro-batch to the next, where they are sharded at all."""
+    return native.reduce_gradients == "once" and (workload.num_micro_batches > 1 or schedule_name(native) is not None)
 
 
 def layouts_of(ranks: Sequence[RankStages]) -> dict[str, TensorLayout]:

@@ -193,9 +193,13 @@ def run_micro_batches(handle: NativeHandle, request: PassRequest) -> ForwardResu
     with abandoned_on_error(handle, forward_only):
         for index in range(len(data)):
             if not forward_only:
-                keep_gathered = not handle.options.reshard_after_forward
-                # Gradients are reduced over the ranks once, in the last backward pass.
-                fsdp.set_gradient_sync(handle.model, index == len(data) - 1, keep_gathered=keep_gathered)
+                # What is not reduced before is in the last backward pass, with what was left of it.
+                last = index == len(data) - 1
+                fsdp.set_backward(
+                    handle.model,
+                    reduce=last or handle.options.reduce_gradients == "per_micro_batch",
+                    reshard=last or handle.options.reshard_after_forward,
+                )
             _run_one(handle, request, index, routers, results)
     routers.loads.commit()
     return results.result(routers.outputs(data))
@@ -240,8 +244,9 @@ def run_pipeline(handle: NativeHandle, request: PassRequest) -> ForwardResult:
     schedule = _schedule(handle, len(request.data), forward_only=request.forward_only)
     work = _Stages(handle, request, schedule)
     for stage in handle.stages.values():
-        # Reduced once, when the whole schedule has run.
-        fsdp.set_gradient_sync(stage, False, keep_gathered=not options.reshard_after_forward)
+        # What is not reduced in every backward pass is when the whole schedule has run.
+        reduces = options.reduce_gradients == "per_micro_batch"
+        fsdp.set_backward(stage, reduce=reduces, reshard=options.reshard_after_forward)
     with abandoned_on_error(handle, request.forward_only):
         if trains:
             # What is left in them was added to the originals by the pass before.

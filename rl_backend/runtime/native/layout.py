@@ -154,11 +154,20 @@ def check_weights(config: RuntimeConfig, head: Head) -> None:
 
 def check_model_layout(family: ModelFamily, architecture: Any, native: NativeConfig) -> None:
     """Raises :class:`ConfigError` for a layout or a head in float32 that the family does not have, whose sizes do not divide
-    the model, or with a stage that cannot begin where it does; and for layers that cannot be compiled.
+    the model, or with a stage that cannot begin where it does; for layers that cannot be compiled, and gradients that
+    cannot be reduced in every backward pass.
     """
     schedule = algorithm(native)
+    splits_backward = schedule is not None and schedule.splits_backward
     if native.compile:
-        _check_compiled(family, native, splits_backward=schedule is not None and schedule.splits_backward)
+        _check_compiled(family, native, splits_backward=splits_backward)
+    if native.reduce_gradients == "per_micro_batch" and splits_backward:
+        raise ConfigError.of(
+            "NativeConfig.reduce_gradients",
+            native.reduce_gradients,
+            f"pipeline_schedule={native.pipeline_schedule!r} computes all gradients of a stage's weights at one time; "
+            "use 'once', or a schedule that does not split backward passes: '1f1b' or 'interleaved-1f1b'",
+        )
     if native.head_in_float32 and not family.float32_head:
         raise ConfigError.of(
             "NativeConfig.head_in_float32",

@@ -8,8 +8,8 @@ FAULTS = [
     Fault(
         "gradients-reduced-in-every-micro-batch",
         "rl_backend.runtime.native.forward_backward:run_micro_batches",
-        "fsdp.set_gradient_sync(handle.model, index == len(data) - 1, keep_gathered=keep_gathered)",
-        "fsdp.set_gradient_sync(handle.model, True, keep_gathered=keep_gathered)",
+        'reduce=last or handle.options.reduce_gradients == "per_micro_batch",',
+        "reduce=True,",
         ("test_gradients_are_reduced_once_whatever_the_number_of_micro_batches",),
         "every micro-batch would pay for a reduction over all ranks",
     ),
@@ -56,7 +56,7 @@ FAULTS = [
     Fault(
         "asynchronous-save-of-live-tensors",
         "rl_backend.runtime.checkpoints:CheckpointWriter.save_training_state",
-        "tensors = self._buffers.setdefault(handle, HostBuffers()).copy(tensors)",
+        "tensors = self._buffers.setdefault(handle, HostBuffers(handle.groups.device)).copy(tensors)",
         "pass",
         ("test_a_save_in_the_background_has_the_state_of_its_call_however_late_it_is_written",),
         "a checkpoint would hold weights of two steps",

@@ -253,8 +253,8 @@ FAULTS = [
     Fault(
         "parameters-freed-between-micro-batches",
         "rl_backend.runtime.native.forward_backward:run_micro_batches",
-        "keep_gathered = not handle.options.reshard_after_forward",
-        "keep_gathered = False",
+        "reshard=last or handle.options.reshard_after_forward,",
+        "reshard=True,",
         ("test_parameters_that_stay_are_gathered_once_whatever_the_number_of_micro_batches",),
         "reshard_after_forward=False would save no transfer between micro-batches",
     ),

@@ -1,6 +1,6 @@
 """Micro-batches through Megatron's pipeline schedules: losses, outputs and hidden states."""
 
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core.pipeline_parallel import get_forward_backward_func
-from megatron.core.utils import unwrap_model
+from megatron.core.utils import get_model_config, unwrap_model
 from torch import Tensor
 
 from rl_backend.contracts import ForwardResult
@@ -19,6 +19,7 @@ from rl_backend.runtime.bridge.model.conversion import hf_names
 from rl_backend.runtime.bridge.model.output_heads import as_model_output
 from rl_backend.runtime.bridge.passes.batch import LaidOut, lay_out_packed, lay_out_padded
 from rl_backend.runtime.bridge.passes.routers import PassRoutes, counted
+from rl_backend.runtime.bridge.passes.transfers import KnownShapes
 from rl_backend.runtime.passes import PassRequest, PassResults
 from rl_backend.runtime.recording import gather_outputs_of_stages, gather_rows, record_outputs
 from rl_backend.trace.device import device_span
@@ -41,6 +42,7 @@ def run_micro_batches(
     pp, vpp = groups.parallel.pp, groups.parallel.vpp
     results = PassResults(request, groups.dp_group, groups.has_outputs)
     schedule = get_forward_backward_func(pp_size=pp, vp_size=vpp if vpp > 1 else None)
+    transfers = {} if pp == 1 else {"p2p_communicator": _transfers(handle, laid_out), "pg_collection": groups.pg}
     iterators = [iter(enumerate(laid_out)) for _ in handle.chunks]
     loads = handle.pass_loads(forward_only=request.forward_only)
     with PassRoutes(handle.routers, groups, request.router_replay) as routes:
@@ -53,9 +55,17 @@ def run_micro_batches(
             seq_length=max(each.shape[1] for each in laid_out),
             micro_batch_size=max(each.shape[0] for each in laid_out),
             forward_only=request.forward_only,
+            **transfers,
         )
     loads.commit()
     return results.result(routes.outputs(data))
+
+
+def _transfers(handle: BridgeHandle, laid_out: Sequence[LaidOut]) -> KnownShapes:
+    groups, provider = handle.groups, handle.provider
+    parts = groups.parallel.tp if provider.sequence_parallel else 1
+    shapes = [(columns // parts, rows, provider.hidden_size) for rows, columns in (each.shape for each in laid_out)]
+    return KnownShapes(groups.pg.pp, get_model_config(handle.chunks[0]), shapes, len(handle.chunks))
 
 
 def lay_out(handle: BridgeHandle, request: PassRequest) -> list[LaidOut]:

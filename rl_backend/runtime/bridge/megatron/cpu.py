@@ -65,7 +65,6 @@ _MINIMAX = "megatron.bridge.models.minimax_m2.minimax_m2_bridge"
 
 PATCHES = (
     Patch(torch.cuda, "current_device", lambda: torch.device("cpu"), "the device of every buffer that Megatron makes"),
-    Patch(torch.cuda, "synchronize", lambda *_, **__: None, "after communication between pipeline stages"),
     Patch(torch.cuda, "current_stream", lambda *_: _Stream(), "gradient buffers wait for the stream of the backward pass"),
     Patch(torch.cuda, "Stream", _Stream, "the MoE dispatcher makes one for copies to the host"),
     Patch(torch.cuda, "get_rng_state", lambda *_: torch.get_rng_state(), "seeding keeps the state that it found"),

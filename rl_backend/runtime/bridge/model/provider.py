@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from megatron.bridge import AutoBridge
 from megatron.bridge.models.gpt_provider import GPTModelProvider
 from megatron.core.transformer.enums import AttnBackend
@@ -47,8 +48,7 @@ def make_provider(
     require_layout(options, sizes, transformer_engine=transformer_engine)
     check_overrides_of_model(options, provider, transformer_engine=transformer_engine)
     settings = _settings(options, provider, groups.device, head)
-    if not transformer_engine:
-        settings |= LOCAL_LAYERS
+    settings |= fused_kernels(provider) if transformer_engine else LOCAL_LAYERS
     # The user's values last: they win where a check has let them through.
     for name, value in {**settings, **options.override_transformer_config}.items():
         # Megatron compares with members of its enumeration only.
@@ -83,6 +83,24 @@ def packs_sequences(options: BridgeConfig, *, transformer_engine: bool) -> bool:
     return transformer_engine and options.param_dtype != "float32"
 
 
+def fused_kernels(provider: Any) -> dict[str, bool]:
+    """Kernels for layers of Transformer Engine that Megatron-Bridge leaves off for some families, Qwen's among them.
+
+    Without the first, rotary embeddings of packed sequences are a loop over them, of 11 kernels for each and with lengths
+    that the host reads back from the device. Nothing here has run.
+    """
+    kernels = {}
+    # Megatron gives the kernel no scale, which YaRN has; of latents it is for training alone.
+    plain = provider.position_embedding_type == "rope" and not provider.rotary_interleaved
+    if plain and not provider.multi_latent_attention:
+        kernels["apply_rope_fusion"] = True
+    # Megatron refuses or ignores other activations.
+    gated = provider.activation_func is F.silu and provider.gated_linear_unit
+    if gated and not provider.glu_linear_offset and provider.activation_func_clamp_value is None:
+        kernels["bias_activation_fusion"] = True
+    return kernels
+
+
 def _settings(options: BridgeConfig, provider: Any, device: torch.device, head: Head) -> dict[str, Any]:
     parallel, dtype = options.parallel, getattr(torch, options.param_dtype)
     settings: dict[str, Any] = {
@@ -92,6 +110,8 @@ def _settings(options: BridgeConfig, provider: Any, device: torch.device, head: 
         # With two stages each neighbour is the previous and the next one, and only separate sends tell these apart.
         "overlap_p2p_comm": parallel.vpp > 1,
         "batch_p2p_comm": parallel.vpp == 1,
+        # For a bug of PyTorch before 2.1.
+        "batch_p2p_sync": False,
         "params_dtype": dtype,
         "pipeline_dtype": dtype,
         "autocast_dtype": dtype,

@@ -29,9 +29,10 @@ def here(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory, "positions_of", lambda path: 4096)
 
 
-def rank(weights: int, step: int, training: int, rollout: int) -> Any:
+def rank(weights: int, step: int, training: int, rollout: int, unreduced: int = 0) -> Any:
     sizes = {"optimizer_step": step, "training": training, "rollout": rollout}
-    return SimpleNamespace(weights=weights, total=lambda phase, offload: sizes[phase])
+    of_any_tokens = {"unreduced_gradients": unreduced, "gathered_parameters": 0}
+    return SimpleNamespace(weights=weights, total=lambda phase, offload: sizes[phase], **of_any_tokens)
 
 
 def plan(num_ranks: int, *ranks: Any, sync: int = 0) -> Any:
@@ -53,40 +54,42 @@ def test_memory_is_that_of_the_fullest_gpu_or_of_all_processes() -> None:
     of_engines = 3 * (1000 + 2 * GIB + memory._ENGINE) + 1000
     each = memory._RANK
     # In groups: the actor's; the reference's weights; the critic's, of whom there is no fourth group.
-    assert memory._bytes(apart, both, 0, held=True) == 3 * apart.ranks * each + 2 * 30 + 2 * 5 + 2 * 30 + of_engines
-    assert memory._bytes(apart, both, 0, held=False) == (
+    assert memory._bytes(apart, both, 0) == 3 * apart.ranks * each + 2 * 30 + 2 * 5 + 2 * 30 + of_engines
+    assert memory._bytes(apart, both, 0, memory._of_pass) == (
         3 * apart.ranks * each + 2 * 30 + 2 * 66 + 2 * 5 + 2 * 7 + 2 * 30 + 2 * 5 + of_engines
     )
-    assert memory._bytes(apart, both, 1, held=True) == 30
-    assert memory._bytes(apart, both, 1, held=False) == 20 + 34
+    assert memory._bytes(apart, both, 1) == 30
+    assert memory._bytes(apart, both, 1, memory._of_pass) == 20 + 34
     together = config_of(PPOConfig)
     assert together.training_groups == 1
-    assert memory._bytes(together, both, 1, held=True) == 20 + 30 + 5
-    assert memory._bytes(together, both, 1, held=False) == 20 + 30 + 5 + 34
-    assert memory._bytes(together, both, 0, held=True) == each + 60 + 60 + 10 + 2000 + GIB + memory._ENGINE
-    assert memory._bytes(config_of(SFTConfig), {actor: plans[actor]}, 0, held=False) == each + 60 + 132
+    assert memory._bytes(together, both, 1) == 20 + 30 + 5
+    assert memory._bytes(together, both, 1, memory._of_pass) == 20 + 30 + 5 + 34
+    assert memory._bytes(together, both, 0) == each + 60 + 60 + 10 + 2000 + GIB + memory._ENGINE
+    assert memory._bytes(config_of(SFTConfig), {actor: plans[actor]}, 0, memory._of_pass) == each + 60 + 132
 
 
 def test_states_that_are_kept_in_memory_count_where_ranks_are_on_cpus() -> None:
     policy, reference = RunModel("model", "m"), RunModel("model", "m", forward_only=True)
     plans = {each: SimpleNamespace(**vars(plan(2, rank(1, 10, 40, 8))), state_bytes=100) for each in (policy, reference)}
     sizes = {
-        (recover, gpus): memory._bytes(config_of(PPOConfig, recover=recover, **changes), plans, gpus, held=True)
+        (recover, gpus): memory._bytes(config_of(PPOConfig, recover=recover, **changes), plans, gpus)
         for recover, changes in (("memory", {}), ("off", {"save_every": 2}))
         for gpus in (0, 1)
     }
     assert sizes["memory", 0] == sizes["off", 0] + 200 and sizes["memory", 1] == sizes["off", 1]
 
 
-def per_token(held: float, mib: float, recomputed_mib: float = 0.25) -> Any:
-    """Plans of a model: GiB that are held, and MiB of each token of a micro-batch."""
+def per_token(held: float, mib: float, recomputed_mib: float = 0.25, partly_mib: float = 0.0, whole: float = 0.0) -> Any:
+    """Plans of a model: GiB that are held, MiB of each token of a micro-batch, and GiB of whole gradients."""
 
     def make(config: Any, model: RunModel, number: int) -> Any:
         most = config.train.max_tokens_per_micro_batch
         tokens = min(most, memory._tokens_of_an_update(config) or most)
-        recomputes = getattr(config.train.backend_cfg, "activation_checkpointing", "none") == "full"
-        passes = int(tokens * (recomputed_mib if recomputes else mib) * 2**20)
-        made = plan(1, rank(1, int(held * GIB), int(held * GIB) + passes, int(held * GIB)))
+        options = config.train.backend_cfg
+        of_token = {"none": mib, "selective": partly_mib or mib, "full": recomputed_mib}[options.activation_checkpointing]
+        unreduced = int(whole * GIB) if options.reduce_gradients == "once" else 0
+        passes = int(tokens * of_token * 2**20) + unreduced
+        made = plan(1, rank(1, int(held * GIB), int(held * GIB) + passes, int(held * GIB), unreduced))
         return SimpleNamespace(**vars(made), workload=SimpleNamespace(micro_batch_tokens=tokens))
 
     return make
@@ -111,6 +114,48 @@ def test_a_micro_batch_takes_what_is_free_and_layers_are_recomputed_before_it_ge
         recomputed = ", layers recomputed" if checkpointing == "full" else ""
         said = (f"micro-batches of {tokens} tokens{recomputed} (10.0 GiB are free)",)
         assert choice.facts == (() if checkpointing == "none" else said)
+
+
+@pytest.mark.parametrize(
+    ("whole", "mib", "partly", "tokens", "chosen", "said"),
+    [
+        (0.0, 1.0, 0.5, 4096, ("once", "none"), ""),
+        # Of 8 GiB 1 is held: 6 of whole gradients leave 1,024 tokens.
+        (6.0, 1.0, 0.5, 4096, ("per_micro_batch", "none"), ", gradients reduced after each"),
+        (6.0, 4.0, 1.5, 4096, ("per_micro_batch", "selective"), ", gradients reduced after each, layers recomputed in part"),
+        (0.0, 4.0, 1.5, 4096, ("once", "selective"), ", layers recomputed in part"),
+        (0.0, 4.0, 3.6, 16384, ("once", "full"), ", layers recomputed"),
+        (6.0, 9.0, 8.0, 16384, ("per_micro_batch", "full"), ", gradients reduced after each, layers recomputed"),
+    ],
+)
+def test_what_costs_least_time_is_tried_first_and_the_rest_on_top_of_it(
+    monkeypatch: pytest.MonkeyPatch, whole: float, mib: float, partly: float, tokens: int, chosen: Any, said: str
+) -> None:
+    gpus(monkeypatch, 1, gib=10.0)
+    monkeypatch.setattr(memory, "_plan", per_token(1.0, mib, 0.25, partly, whole))
+    choice = choose_micro_batch(config_of(SFTConfig), {})
+    train = choice.config.train
+    assert train.max_tokens_per_micro_batch == tokens
+    assert (train.backend_cfg.reduce_gradients, train.backend_cfg.activation_checkpointing) == chosen
+    facts = (f"micro-batches of {tokens} tokens{said} (10.0 GiB are free)",)
+    assert choice.facts == (facts if tokens < 16384 or said else ())
+
+
+def test_what_is_given_or_cannot_be_is_not_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpus(monkeypatch, 1, gib=10.0)
+    place = "train.backend_cfg."
+    for whole, mib, given, expected in (
+        (6.0, 4.0, {"reduce_gradients": "once"}, ("once", "full")),
+        (6.0, 4.0, {"activation_checkpointing": "none"}, ("per_micro_batch", "none")),
+        (6.0, 4.0, {"activation_checkpointing": "none", "reduce_gradients": "once"}, ("once", "none")),
+        # A compiled layer has no parts, and schedules that split backward passes have whole gradients.
+        (0.0, 4.0, {"compile": True}, ("once", "full")),
+        (6.0, 4.0, {"pipeline_schedule": "zb-h1"}, ("once", "full")),
+    ):
+        monkeypatch.setattr(memory, "_plan", per_token(1.0, mib, 0.25, 2.0, whole))
+        config = config_of(SFTConfig, ranks=2, pp=2, **{f"{place}{name}": value for name, value in given.items()})
+        options = choose_micro_batch(config, {}).config.train.backend_cfg
+        assert (options.reduce_gradients, options.activation_checkpointing) == expected, given
 
 
 def test_a_gpu_takes_more_than_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -140,7 +185,11 @@ def test_a_given_value_wins_then_the_one_that_a_run_began_with(monkeypatch: pyte
     assert choose_micro_batch(given, {}).config is given and choose_micro_batch(given, {"a": 1}).config is given
     first = choose_micro_batch(config_of(SFTConfig), {}).config
     kept = chosen_options(first)
-    assert kept == {"train.max_tokens_per_micro_batch": 4096, "train.backend_cfg.activation_checkpointing": "none"}
+    assert kept == {
+        "train.max_tokens_per_micro_batch": 4096,
+        "train.backend_cfg.reduce_gradients": "once",
+        "train.backend_cfg.activation_checkpointing": "none",
+    }
     monkeypatch.setattr(memory, "read_memory", lambda: (20 * GIB, 20 * GIB))
     gpus(monkeypatch, 1, gib=20.0)
     more = choose_micro_batch(config_of(SFTConfig), {}).config
@@ -178,6 +227,11 @@ def test_what_will_not_fit_is_refused_with_what_fits_and_what_almost_does_not_is
         found(8193)
     assert str(refused.value).startswith("SFTConfig.max_tokens_per_micro_batch=8193: training takes up to 10.00 GiB")
     assert "use at most 8192, or activation_checkpointing=full, or free memory" in str(refused.value)
+    monkeypatch.setattr(memory, "_plan", per_token(2.0, 1.0, whole=1.0))
+    with pytest.raises(ConfigError) as refused:
+        found(8193)
+    assert ", or reduce_gradients=per_micro_batch, or activation_checkpointing=full, or free" in str(refused.value)
+    monkeypatch.setattr(memory, "_plan", per_token(2.0, 1.0))
     with pytest.raises(ConfigError) as refused:
         found(65536, **{"train.backend_cfg.activation_checkpointing": "full"})
     assert "use at most 32768, or free memory" in str(refused.value)

@@ -69,7 +69,7 @@ def test_a_copy_of_what_another_rank_writes_is_not_written() -> None:
     copy = TensorPieces((4,), {(0,): torch.ones(4)}, writes=False)
     assert copy.__create_write_items__("weight", copy) == []
     assert len(copy.__create_chunk_list__()) == 1
-    (kept,) = HostBuffers().copy({"weight": copy}).values()
+    (kept,) = HostBuffers(torch.device("cpu")).copy({"weight": copy}).values()
     assert isinstance(kept, TensorPieces)
     assert kept.pieces == {}
 
@@ -77,7 +77,7 @@ def test_a_copy_of_what_another_rank_writes_is_not_written() -> None:
 def test_a_host_copy_does_not_change_with_the_original_and_the_next_takes_its_memory() -> None:
     original, step = torch.arange(4.0), torch.tensor(1.0)
     state = {"weight": TensorPieces((4,), {(0,): original}), "step": step}
-    buffers = HostBuffers()
+    buffers = HostBuffers(torch.device("cpu"))
     first, count = buffers.copy(state).values()
     assert isinstance(first, TensorPieces)
     assert isinstance(count, torch.Tensor)

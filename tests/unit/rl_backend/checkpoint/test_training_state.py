@@ -230,7 +230,7 @@ def test_pieces_are_described_to_torch_as_shards_of_the_whole() -> None:
 
 
 def test_a_host_buffer_is_made_anew_for_another_shape_or_dtype_and_pieces_have_their_own() -> None:
-    buffers = HostBuffers()
+    buffers = HostBuffers(torch.device("cpu"))
 
     def copied(tensor: torch.Tensor) -> torch.Tensor:
         (copy,) = buffers.copy({"w": tensor}).values()

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from typing import Any
 
 import pytest
 
-from rl_backend.contracts import ConfigError, RuntimeConfig
+from rl_backend.contracts import ConfigError, NativeConfig, RuntimeConfig
 from rl_backend.contracts.atoms import Part
 from rl_backend.lab.plan import make as module
 from rl_backend.lab.plan.make import Plan, as_json, as_text, candidate_layouts, suggest_layout
@@ -171,22 +172,34 @@ def test_layouts_divide_the_ranks_and_keep_tensor_and_expert_parallelism_in_a_no
 
 
 def test_the_first_layout_that_fits_is_suggested(monkeypatch: pytest.MonkeyPatch) -> None:
-    tried: list[tuple[int, int]] = []
+    tried: list[tuple[int, int, str]] = []
 
     def make(config: RuntimeConfig, num_ranks: int, workload: Workload) -> Plan:
-        parallel = config.backend_cfg.parallel
-        tried.append((parallel.tp, parallel.pp))
+        parallel, reduction = config.backend_cfg.parallel, config.options(NativeConfig).reduce_gradients
+        tried.append((parallel.tp, parallel.pp, reduction))
         if parallel.cp > 1 or parallel.ep > 1:
             raise ConfigError("not this")
         assert num_ranks == 4 and workload == made.workload
-        return Plan(config, num_ranks, workload, 1, [rank(activations=100 * MIB // parallel.tp)], 30 * MIB)
+        whole = 5 * MIB if reduction == "once" else 0
+        sizes = {"activations": 100 * MIB // parallel.tp, "unreduced_gradients": whole}
+        return Plan(config, num_ranks, workload, 1, [rank(**sizes)], 30 * MIB)
 
     monkeypatch.setattr(module, "make_plan", make)
     made = plan()
     assert suggest_layout(made, 204 * MIB) is made and not tried
     found = suggest_layout(made, 150 * MIB)
     assert found is not None and found.config.backend_cfg.parallel.tp == 2
-    assert tried[0] == (1, 1) and (1, 2) not in tried, "its own layout is known not to fit"
+    assert tried[:3] == [(1, 2, "per_micro_batch"), (1, 1, "once"), (1, 1, "per_micro_batch")]
+    assert (1, 2, "once") not in tried, "its own layout is known not to fit"
+    found = suggest_layout(plan(rank(activations=130 * MIB)), 188 * MIB)
+    assert found is not None and tried[-1] == (1, 2, "per_micro_batch")
+    said = as_text(plan(), 150 * MIB, found)
+    assert said.endswith("fits with 186.00 MiB: dp=1 pp=2 reduce_gradients=per_micro_batch")
+    assert as_json(plan(), 150 * MIB, found)["suggestion"]["reduce_gradients"] == "per_micro_batch"
+    options = {"parallel": {"pp": 2}, "reduce_gradients": "per_micro_batch"}
+    asked = dataclasses.replace(plan(), config=RuntimeConfig(hf_path="m", backend_cfg=options))
+    tried.clear()
+    assert suggest_layout(asked, 150 * MIB) is not None and {reduction for _, _, reduction in tried} == {"per_micro_batch"}
     assert suggest_layout(made, 100 * MIB) is None
     tried.clear()
     # Master weights, gradients and moments alone are 16 bytes for each parameter, over 4 ranks.

@@ -49,6 +49,12 @@ BAD_FILES = {
     ("a.yaml", "lr: 1\non: 2\n"): ", line 2: on: there is no such option; did you mean ",
     ("a.yaml", "7: 2\n"): ", line 1: 7: there is no such option; ",
     ("a.yaml", "train: &t {backend_cfg: *t}"): ": maximum recursion depth exceeded",
+    # Flags of the section's own values would replace what stands in its place.
+    ("a.yaml", "steps: 2\ntrain: 5\n"): ", line 2: train=5: these are several options; give each its own value",
+    ("a.yaml", "train:\n  backend_cfg: [1]\n"): ", line 2: train.backend_cfg=[1]: these are several options",
+    ("a.yaml", "train.backend_cfg: fast\nlr: 1\n"): ', line 1: train.backend_cfg="fast": these are several options',
+    ("a.yaml", "loss:\n"): ", line 1: loss=null: these are several options",
+    ("a.json", '{"data":\t3}'): ": data=3: these are several options",
     ("a.yaml", "plugins: 5"): ", line 1: plugins=5: input should be a valid tuple",
     ("a.yaml", "plugins: null"): ", line 1: plugins=null: input should be a valid tuple",
 }

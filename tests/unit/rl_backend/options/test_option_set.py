@@ -145,6 +145,15 @@ def test_of_two_sets_of_values_the_upper_wins_by_place_or_short_name() -> None:
     assert config.steps == 3
     with pytest.raises(ConfigError, match=r"Base\.steps=13: is unlucky"):
         overlaid(Base, {"steps": 3}, {"steps": 13})
+    assert overlaid(Base, {"middle": Middle(depth=1)}, {"size": 4}).middle == Middle(depth=1, inner=Inner(size=4))
+    for below, above, wrong in (
+        ({"middle": 5}, {"size": 4}, "middle=5"),
+        ({"size": 4}, {"middle": 5}, "middle=5"),
+        ({"middle": {"inner": "x"}}, {"size": 4}, "middle.inner='x'"),
+        ({"middle.inner": None, "size": 4}, {}, "middle.inner=None"),
+    ):
+        with pytest.raises(ConfigError, match=rf"^Base\.{wrong}: these are several options; give each its own value"):
+            overlaid(Base, below, above)
 
 
 def test_values_that_follow_are_filled_and_are_no_values_that_were_given() -> None:

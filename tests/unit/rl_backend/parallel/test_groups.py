@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -207,6 +208,7 @@ def test_a_rank_trains_on_the_device_of_its_number(
     chosen: list[Any] = []
     cuda = SimpleNamespace(is_available=lambda: devices > 0, device_count=lambda: devices, set_device=chosen.append)
     monkeypatch.setattr(module.torch, "cuda", cuda)
+    monkeypatch.setattr(module, "_DEVICE_FILES", Path("/no/such/folder"))
     monkeypatch.delenv("LOCAL_RANK", raising=False)
     if local_rank is not None:
         monkeypatch.setenv("LOCAL_RANK", local_rank)
@@ -218,3 +220,37 @@ def test_a_rank_trains_on_the_device_of_its_number(
     found = training_device(name)
     assert str(found) == expected
     assert chosen == ([found] if found.type == "cuda" else [])
+
+
+@pytest.mark.shows(
+    "runtime: device=auto refuses a machine with a GPU that torch cannot use, and never trains on its CPU instead"
+)
+@pytest.mark.parametrize(
+    ("files", "visible", "refused"),
+    [
+        (["nvidia0", "nvidia1"], None, True),
+        (["nvidia3"], "0", True),
+        # Ranks that are given no GPU, and what a driver leaves without one.
+        (["nvidia0"], "", False),
+        (["nvidia0"], "-1", False),
+        (["nvidiactl", "nvidia-uvm"], None, False),
+    ],
+)
+def test_a_gpu_that_torch_cannot_use_is_not_passed_over(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, files: list[str], visible: str | None, refused: bool
+) -> None:
+    for file in files:
+        (tmp_path / file).touch()
+    monkeypatch.setattr(module, "_DEVICE_FILES", tmp_path)
+    monkeypatch.setattr(module.torch.cuda, "is_available", lambda: False)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert training_device("cpu") == CPU
+    if not refused:
+        assert training_device("auto") == CPU
+        return
+    with pytest.raises(
+        ConfigError, match=rf"^device='auto': this machine has {tmp_path}/nvidia[03], which torch .* cannot use"
+    ):
+        training_device("auto")

@@ -22,6 +22,7 @@ from rl_backend.weights.inspection import CHECKSUM_BYTES, device_checksum
 from tests.support.bridge_runs import open_bridge
 from tests.support.clusters import ROOT
 from tests.support.largest_result import LargestResult
+from tests.support.models import write_tiny
 
 
 @pytest.mark.parametrize("size", [3 * CHECKSUM_BYTES, 3 * CHECKSUM_BYTES // 4 + 1])
@@ -117,6 +118,32 @@ def test_an_overlap_that_nobody_sets_up_is_refused() -> None:
 VARIABLE = "NVTE_ALLOW_NONDETERMINISTIC_ALGO"
 
 
+@pytest.fixture
+def with_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Megatron finds the kernel of Transformer Engine that this machine does not have."""
+    from megatron.core.models.common.embeddings import rope_utils
+
+    monkeypatch.setattr(rope_utils, "fused_apply_rotary_pos_emb_thd", lambda *_, **__: None)
+
+
+@pytest.mark.usefixtures("with_kernels")
+@pytest.mark.parametrize("name", ["qwen2", "qwen3", "llama"])
+def test_models_of_transformer_engine_have_its_kernels_unless_the_user_says_otherwise(tmp_path: Path, name: str) -> None:
+    from rl_backend.runtime.bridge.model import loading, provider
+
+    path = write_tiny(name, tmp_path)
+    for given in ({}, {"apply_rope_fusion": False}):
+        with open_bridge(path, override_transformer_config=given) as runtime:
+            groups, config, bridge = runtime.engine.groups, runtime.config, loading.open_bridge(str(path))
+            made = provider.make_provider(bridge, config, groups, "log_probs", transformer_engine=True)
+            assert (made.apply_rope_fusion, made.bias_activation_fusion) == (not given, True)
+            local = provider.make_provider(
+                loading.open_bridge(str(path)), config, groups, "log_probs", transformer_engine=False
+            )
+            assert not local.apply_rope_fusion and not local.bias_activation_fusion
+
+
+@pytest.mark.usefixtures("with_kernels")
 @pytest.mark.parametrize(("given", "refused"), [(None, False), ("0", False), ("1", True)])
 def test_deterministic_mode_sets_what_transformer_engine_reads(
     tied_model: Path, monkeypatch: pytest.MonkeyPatch, given: str | None, refused: bool

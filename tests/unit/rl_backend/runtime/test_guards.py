@@ -27,8 +27,10 @@ from rl_backend.contracts import (
 )
 from rl_backend.contracts.lora import LoRAConfig
 from rl_backend.runtime import guarded
+from rl_backend.runtime.guarded import GuardedRuntime
 from rl_backend.runtime.interface import Runtime
-from tests.support.standing_runtime import CPU, StandingHandle, StandingRuntime
+from tests.support.offloads import parts_away
+from tests.support.standing_runtime import CPU, StandingEngine, StandingHandle, StandingRuntime
 
 
 @pytest.fixture
@@ -85,6 +87,26 @@ def test_what_is_kept_is_said_once_where_a_model_is_trained(
     assert len(caplog.records) == 1
 
 
+@pytest.mark.parametrize(
+    ("device", "dtype", "rank", "said"),
+    [
+        ("cuda:1", "float32", 0, True),
+        ("cuda:1", "float32", 1, False),
+        ("cuda:1", "bfloat16", 0, False),
+        ("cpu", "float32", 0, False),
+    ],
+)
+def test_float32_on_a_gpu_is_remarked_on_once(
+    closed: list[Any], caplog: pytest.LogCaptureFixture, device: str, dtype: Any, rank: int, said: bool
+) -> None:
+    engine = StandingEngine(closed)
+    engine.groups.device = torch.device(device)
+    engine.groups.world_group = SimpleNamespace(rank=lambda: rank, size=lambda: 2)
+    with caplog.at_level(logging.WARNING):
+        GuardedRuntime(RuntimeConfig(hf_path="there", backend_cfg=NativeConfig(param_dtype=dtype)), engine)
+    assert [record.getMessage().split(":")[0] for record in caplog.records] == ["param_dtype='float32' on cuda"] * said
+
+
 def test_a_place_is_that_of_the_groups(runtime: StandingRuntime) -> None:
     place = runtime.place
     assert (place.device, place.data_parallel_rank, place.data_parallel_size) == (CPU, 1, 3)
@@ -127,7 +149,7 @@ def test_parts_are_moved_by_themselves_and_those_that_a_model_lacks_are_nothing_
     handle, reference = runtime.build_model(), runtime.build_model(forward_only=True)
 
     def away(each: StandingHandle) -> list[str]:
-        return [part for part in ("model", "optimizer", "grad") if not each.offload.on_device(part)]
+        return parts_away(each.offload)
 
     runtime.to(handle, "cpu", model=False, grad=False)
     assert away(handle) == ["optimizer"]

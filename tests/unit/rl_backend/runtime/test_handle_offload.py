@@ -15,6 +15,7 @@ from rl_backend.runtime.handle import Offload
 from rl_backend.runtime.native.engine import NativeRuntime
 from rl_backend.runtime.native.handle import NativeHandle
 from tests.support.native import micro_batches, open_runtime, token_loss, train
+from tests.support.offloads import host_bytes, parts_away
 
 SPLIT = [[0, 1, 2, 3], [4, 5, 6, 7]]
 
@@ -48,10 +49,10 @@ def test_a_part_that_leaves_frees_its_memory_and_no_other(runtime: NativeRuntime
     runtime.to(handle, "cpu", **chosen)
     runtime.to(handle, "cpu", **chosen)
     assert device_bytes(handle) == {**before, part: 0}
-    assert handle.offload.host_bytes(part) == before[part]
+    assert host_bytes(handle.offload, part) == before[part]
     runtime.to(handle, "device", **chosen)
     assert device_bytes(handle) == before
-    assert handle.offload.host_bytes(part) == 0
+    assert host_bytes(handle.offload, part) == 0
 
 
 @pytest.mark.parametrize(
@@ -101,7 +102,7 @@ def test_steps_are_told_while_everything_is_away(runtime: NativeRuntime, handle:
 def test_gradients_dropped_while_away_do_not_come_back(runtime: NativeRuntime, handle: NativeHandle) -> None:
     runtime.to(handle, "cpu", model=False, optimizer=False)
     runtime.zero_grad(handle)
-    assert handle.offload.host_bytes("grad") == 0
+    assert host_bytes(handle.offload, "grad") == 0
     runtime.to(handle, "device")
     assert all(parameter.grad is None for parameter in handle.parameters.values())
 
@@ -126,7 +127,7 @@ def test_tensors_that_share_a_storage_move_once_and_stay_views() -> None:
     first, second = base[:4], base[4:]
     offload = Offload("policy", torch.device("cpu"))
     offload.offload("model", [first, second])
-    assert offload.host_bytes("model") == 40
+    assert host_bytes(offload, "model") == 40
     assert base.untyped_storage().nbytes() == 0
     offload.reload("model")
     assert base.tolist() == list(range(10))
@@ -149,8 +150,8 @@ def test_a_part_for_which_there_is_no_memory_stays_in_host_memory(monkeypatch: p
         patch.setattr(handle_module, "_bytes", too_large)
         with pytest.raises(torch.OutOfMemoryError):
             offload.reload("model")
-    assert not offload.on_device("model")
-    assert offload.host_bytes("model") == 40
+    assert parts_away(offload) == ["model"]
+    assert host_bytes(offload, "model") == 40
     assert first.untyped_storage().nbytes() == second.untyped_storage().nbytes() == 0
     offload.reload("model")
     assert first.tolist() == list(range(4))
@@ -163,7 +164,7 @@ def test_memory_that_cannot_be_released_is_refused_before_anything_moves(tmp_pat
     offload = Offload("policy", torch.device("cpu"))
     with pytest.raises(UnsupportedError, match="cannot be released"):
         offload.offload("model", [mine, mapped])
-    assert offload.on_device("model")
+    assert not parts_away(offload)
     assert mine.tolist() == [1.0, 1.0, 1.0]
 
 
@@ -173,7 +174,7 @@ def test_a_cleared_part_is_back_with_zeros() -> None:
     assert torch.equal(tensor, torch.ones(4))
     offload.offload("grad", [tensor])
     offload.clear("grad")
-    assert offload.on_device("grad")
+    assert not parts_away(offload)
     assert torch.equal(tensor, torch.zeros(4))
 
 
@@ -189,17 +190,17 @@ def test_what_is_away_is_named_with_the_call_that_brings_it_back() -> None:
         'to(handle, "device", model=False, optimizer=True, grad=True) first'
     )
     assert caught.value.details == {"handle": "policy", "operation": "optimizer_step", "parts": ["grad", "optimizer"]}
-    assert (offload.host_bytes("optimizer"), offload.host_bytes("grad"), offload.host_bytes("model")) == (12, 0, 0)
+    assert (host_bytes(offload, "optimizer"), host_bytes(offload, "grad"), host_bytes(offload, "model")) == (12, 0, 0)
 
 
 def test_a_part_that_is_away_is_moved_once_and_one_that_is_forgotten_counts_as_there() -> None:
     offload, first, second = Offload("policy", torch.device("cpu")), torch.ones(3), torch.ones(5)
     offload.offload("model", [first])
     offload.offload("model", [second])
-    assert offload.host_bytes("model") == 12 and second.tolist() == [1.0] * 5
+    assert host_bytes(offload, "model") == 12 and second.tolist() == [1.0] * 5
     offload.reload("grad")
     offload.forget("model")
-    assert offload.on_device("model") and offload.host_bytes("model") == 0
+    assert not parts_away(offload) and host_bytes(offload, "model") == 0
     assert first.untyped_storage().nbytes() == 0, "its contents are given up"
     offload.reload("model")
     assert first.untyped_storage().nbytes() == 0

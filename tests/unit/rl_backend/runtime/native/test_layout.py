@@ -101,6 +101,12 @@ def test_layers_of_stages_are_refused_where_there_are_no_stages() -> None:
         (native(), {"num_layers": None, "check_layout": None}, None),
         (native(pp=8), {}, r"ParallelConfig\.pp=8: pp \* vpp stages need as many layers, the model has 7"),
         (native("zbv", pp=2), {}, r"zbv"),
+        (native("1f1b", pp=2).replace(reduce_gradients="per_micro_batch"), {}, None),
+        (
+            native("zb-h1", pp=2).replace(reduce_gradients="per_micro_batch"),
+            {},
+            r"reduce_gradients='per_micro_batch': pipeline_schedule='zb-h1' computes all gradients .*; use 'once', or",
+        ),
     ],
     ids=str,
 )

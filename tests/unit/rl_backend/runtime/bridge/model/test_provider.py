@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from rl_backend.contracts import ConfigError, ParallelConfig
 from rl_backend.runtime.bridge.config import BridgeConfig, megatron_sizes
@@ -16,6 +17,7 @@ from rl_backend.runtime.bridge.model import provider as module
 from rl_backend.runtime.bridge.model.provider import (
     _settings,
     check_overrides_of_model,
+    fused_kernels,
     override,
     packs_sequences,
     require_deterministic_kernels,
@@ -42,6 +44,7 @@ def test_the_smallest_layout_has_these_settings() -> None:
         "variable_seq_lengths": False,
         "overlap_p2p_comm": False,
         "batch_p2p_comm": True,
+        "batch_p2p_sync": False,
         "params_dtype": torch.float32,
         "pipeline_dtype": torch.float32,
         "autocast_dtype": torch.float32,
@@ -206,6 +209,26 @@ def test_a_rate_and_a_decay_need_what_they_act_on() -> None:
     for value, has_norms in ((False, False), (True, True)):
         decay = BridgeConfig(override_optimizer_config={"apply_wd_to_qk_layernorm": value})
         check_overrides_of_model(decay, provider(qk_layernorm=has_norms), transformer_engine=False)
+
+
+@pytest.mark.parametrize(
+    ("fields", "fused"),
+    [
+        ({}, {"apply_rope_fusion": True, "bias_activation_fusion": True}),
+        ({"position_embedding_type": "yarn"}, {"bias_activation_fusion": True}),
+        ({"rotary_interleaved": True}, {"bias_activation_fusion": True}),
+        ({"multi_latent_attention": True}, {"bias_activation_fusion": True}),
+        ({"activation_func": F.gelu}, {"apply_rope_fusion": True}),
+        ({"gated_linear_unit": False}, {"apply_rope_fusion": True}),
+        ({"activation_func_clamp_value": 7.0}, {"apply_rope_fusion": True}),
+        ({"glu_linear_offset": 1.0}, {"apply_rope_fusion": True}),
+    ],
+    ids=str,
+)
+def test_kernels_that_compute_the_same_are_asked_for(fields: dict[str, Any], fused: dict[str, bool]) -> None:
+    swiglu = {"activation_func": F.silu, "gated_linear_unit": True, "glu_linear_offset": 0.0}
+    rope = {"position_embedding_type": "rope", "rotary_interleaved": False, "multi_latent_attention": False}
+    assert fused_kernels(provider(**{**swiglu, **rope, "activation_func_clamp_value": None, **fields})) == fused
 
 
 def test_kernels_and_packing_are_those_of_the_device_and_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
