@@ -282,7 +282,8 @@ def test_a_run_moves_to_expert_parallelism_and_to_the_other_runtime(
     # Moments of the optimizer that were lost would show.
     changes = {"lr": 1e-3, "steps": 9}
     configs = [config_of(tmp_path / "task", tmp_path / name, **changes) for name in ("undisturbed", "moved")]
-    native, bridge = configs[1].runtime_config(), configs[1].replace(train={"backend": "bridge"}).runtime_config()
+    native = configs[1].runtime_config()
+    bridge = config_of(tmp_path / "task", tmp_path / "moved", train={"backend": "bridge"}, **changes).runtime_config()
     moves: dict[int, Callable[[Run], None]] = {
         2: lambda run: run.reshape(2, ep=2),
         4: lambda run: run.reshape(2, bridge, ep=2),
