@@ -182,6 +182,7 @@ class Decoder(nn.Module):
         self.log_prob_chunk_tokens = settings.log_prob_chunk_tokens
         self.next_token_log_probs: Callable[..., NextToken] = next_token_log_probs
         self.values_of_tenants: Callable[..., Tensor] = values_of_tenants
+        self.take_rows: Callable[[Tensor, Tensor], Tensor] = take_rows
         self.embed_tokens = self._make_embeddings() if stage.first else None
         self.layers = nn.ModuleDict({str(index): DecoderLayer(spec, index, settings.options) for index in stage.layers})
         self.norm = spec.norm.build(spec.hidden_size) if stage.last else None
@@ -288,10 +289,12 @@ class Decoder(nn.Module):
         if spec.training == "detached":
             hidden, embedding, weight = hidden.detach(), embedding.detach(), weight.detach()
             bias = None if bias is None else bias.detach()
-        router = RouterInput(inputs.router_loss_weight, inputs.padding, sequences=inputs.sequences)
+        if second.of_rows is not None:
+            hidden, rotations = self.take_rows(hidden, second.of_rows), Rotations(second.position_ids, embedding.dtype)
+        router = RouterInput(inputs.router_loss_weight, second.padding, sequences=second.sequences)
         key_choice = KeyChoice(inputs.longest, inputs.router_loss_weight) if layer.chooses else None
         rotation = rotations.of(layer.rotary)
-        predicted = mtp(hidden.to(embedding.dtype), embedding, rotation, inputs.segments, router, (), key_choice)
+        predicted = mtp(hidden.to(embedding.dtype), embedding, rotation, second.segments, router, (), key_choice)
         log_probs = self.next_token_log_probs(
             predicted.to(weight.dtype),
             weight,
@@ -357,6 +360,7 @@ class Decoder(nn.Module):
         if self.lm_head is not None:
             tensor.split_rows(self.lm_head)
         self.next_token_log_probs = tensor.vocabulary_head(self.spec.vocab_size)
+        self.take_rows = tensor.take_rows
 
 
 def parallelize(module: nn.Module, groups: ParallelGroups, config: NativeConfig) -> None:

@@ -168,8 +168,6 @@ class DecoderSpec:
         # The kernel starts every sequence from an empty state.
         options = ["model_cfg.delta_kernel='fla'"] if chosen.delta_kernel == "fla" else []
         mixers = sorted({type(layer.mixer).__name__ for layer in self.layers if not layer.mixer.shares_prefixes})
-        if self.mtp is not None and self.mtp.is_trained:
-            options.append(f"model_cfg.mtp={self.mtp.training!r}")
         return ", ".join((*mixers, *options))
 
     def require_stage(self, layers: range) -> None:

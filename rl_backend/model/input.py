@@ -13,17 +13,25 @@ from rl_backend.primitive.router import RowSequences
 
 
 class SecondTokens(NamedTuple):
-    """What multi-token prediction is trained on.
+    """What multi-token prediction is trained on: a rank's T tokens of whole sequences, in which each has one next token.
 
     Attributes:
         next_ids: (T,) int64, the next token, -100 at each sequence's last position.
         labels: (T,) int64, the token after the next, -100 at each sequence's last two positions.
         total: how many of them there are in the whole micro-batch.
+        position_ids, segments, padding, sequences: as of :class:`ModelInput`.
+        of_rows: int64, which of the model's rows each row between this rank's blocks is of, where prefixes are shared; None
+            where they are the same.
     """
 
     next_ids: torch.Tensor
     labels: torch.Tensor
     total: int
+    position_ids: torch.Tensor
+    segments: Segments
+    padding: torch.Tensor | None = None
+    sequences: RowSequences | None = None
+    of_rows: torch.Tensor | None = None
 
 
 class ModelInput(NamedTuple):

@@ -23,6 +23,7 @@ from rl_backend.primitive.adapters import AdapterRun
 from rl_backend.primitive.experts import Experts
 from rl_backend.primitive.log_prob import NextToken, VocabularyShard, next_token_log_probs
 from rl_backend.primitive.norm import RMSNorm
+from rl_backend.primitive.prefix_tree import take_rows
 from rl_backend.primitive.value_head import values_of_tenants
 
 type View = Callable[[Tensor], Tensor]
@@ -143,6 +144,10 @@ class TensorParallel:
             return next_token_log_probs(whole, rows, *args, bias=of_rows, shard=shard, **options)
 
         return log_probs
+
+    def take_rows(self, x: Tensor, rows: Tensor) -> Tensor:
+        """(N / tp, ...) -> (len(rows), ...): those of the N rows of all ranks, other ones on each."""
+        return take_rows(all_gather(x, self.group, sum_gradients=True), rows)
 
     def tenant_heads(self, hidden: Tensor, others: Tensor, runs: Sequence[AdapterRun]) -> Tensor:
         """:func:`~rl_backend.primitive.value_head.values_of_tenants` of (N / tp, hidden_size)."""

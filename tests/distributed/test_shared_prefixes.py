@@ -14,6 +14,7 @@ from torch import Tensor
 from rl_backend.contracts import TokenSequence
 from rl_backend.data import pack, prefixes
 from tests.support.deepseek import write_latent
+from tests.support.drafting import write_drafting
 from tests.support.matrix import sampled
 from tests.support.models import write_tiny
 from tests.support.moe import write_moe
@@ -37,6 +38,12 @@ MODELS: Mapping[str, tuple[str, Callable[[Path], Path], Mapping[str, Any]]] = {
     "latent": ("deepseek_v3", partial(write_latent, "deepseek_v3", num_hidden_layers=4), BALANCED),
     "sparse": ("deepseek_v32", partial(write_sparse, model_type="deepseek_v32"), BALANCED),
     "recurrent": ("qwen3_next", write_qwen3_next, LOSSES),
+    # Its layer for multi-token prediction has whole sequences, beside others that share.
+    "second": (
+        "glm4_moe",
+        partial(write_drafting, model_type="glm4_moe", num_hidden_layers=4),
+        {**BALANCED, "mtp": "joint"},
+    ),
 }
 """The family of each, how it is written, and what its routers learn beside the loss."""
 LAYOUTS: Mapping[str, tuple[int, Mapping[str, int], Mapping[str, Any]]] = {
@@ -60,7 +67,7 @@ CELLS = [
 ]
 QUICK = (
     *(("full", "dp2"), ("full", "zbv"), ("sinks", "zb-h1"), ("mixture", "ep2")),
-    *(("latent", "1f1b"), ("recurrent", "tp2-ep2")),
+    *(("latent", "1f1b"), ("recurrent", "tp2-ep2"), ("second", "tp2-ep2")),
 )
 
 

@@ -96,11 +96,18 @@ def lay_out(
     def share(values: Tensor) -> Tensor:
         return values if layout is None else torch.tensor_split(values, groups.tp_group.size())[groups.tp_group.rank()]
 
-    routes = None if replayed is None else routes_to_replay(batch, replayed)
-    keys, second = batch.token_fields.get(KEYS), None
-    if trains_second:
+    routes, keys = None if replayed is None else routes_to_replay(batch, replayed), batch.token_fields.get(KEYS)
+    padding = None if layout is None or layout.padding is None else share(layout.padding)
+    sequences, second = _row_sequences(batch, layout, groups, shared=tree is not None), None
+    if trains_second and tree is None:
         following, total = batch.next_ids, sum(max(length - 2, 0) for length in seq_lens)
-        second = SecondTokens(take(following, -100), take(second_labels(following), -100), total)
+        labels = take(second_labels(following), -100)
+        second = SecondTokens(take(following, -100), labels, total, position_ids, segments, padding, sequences)
+    elif trains_second and layout is not None:
+        # A shared token has another next one in each sequence.
+        whole = lay_out(batch, groups, num_micro_batches, trains_second=True)
+        places = layout.places if whole.layout is None else whole.layout.take(layout.places, 0)
+        second = whole.inputs.second and whole.inputs.second._replace(of_rows=share(places))
     # To sort them takes time, and stages without the head read none.
     wanted = _predictions(batch, layout, shared=tree is not None and predicts)
     adapters = () if runs is None else runs(rows)
@@ -110,10 +117,10 @@ def lay_out(
         segments=segments,
         labels=wanted.labels,
         temperature=wanted.temperature,
-        padding=None if layout is None or layout.padding is None else share(layout.padding),
+        padding=padding,
         routes=None if routes is None else share(take(routes, -1)),
         keys=None if keys is None else take(keys, -1),
-        sequences=_row_sequences(batch, layout, groups, shared=tree is not None),
+        sequences=sequences,
         adapters=adapters,
         head_adapters=None if wanted.of_rows is None else _at_predictions(adapters, wanted.of_rows),
         of_rows=wanted.of_rows,

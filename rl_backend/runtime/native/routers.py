@@ -32,6 +32,7 @@ class PassRouters:
         self._routers = {} if layers is None else _routers_of_stages(handle, layers)
         self.replayed = layers if router_replay == "replay" else None
         self.recorded = layers if router_replay == "record" else None
+        self._drafting = _drafting(handle.model) if handle.trains_second else set[nn.Module]()
         self.loads = PassLoads(None if forward_only or handle.optimizer is None else handle.optimizer.balance)
         # (micro-batch, stage) -> (T, layers, top_k)
         self._chosen: dict[tuple[int, int], Tensor] = {}
@@ -39,10 +40,7 @@ class PassRouters:
     @contextmanager
     def forward(self, micro_batch: int, stage: int, layout: TokenLayout | None, inputs: ModelInput) -> Generator[None]:
         """Around the forward pass of one stage of the model, or of the model as stage 0."""
-        recorded, chosen, sequences = self.recorded, list[Tensor](), inputs.sequences
-        assert sequences is not None, "the runtime gives them"
-        # Of shared rows, those of every token are counted, and no other.
-        padding = inputs.padding if sequences.rows is None else None
+        recorded, chosen = self.recorded, list[Tensor]()
 
         def keep(_: nn.Module, __: Any, routing: Routing) -> None:
             assert recorded is not None, "routes are recorded"
@@ -50,6 +48,11 @@ class PassRouters:
 
         def count(router: nn.Module, _: Any, routing: Routing) -> None:
             assert isinstance(router, Router), "hooks are on routers"
+            rows = inputs.second if inputs.second is not None and router in self._drafting else inputs
+            sequences = rows.sequences
+            assert sequences is not None, "the runtime gives them"
+            # Of shared rows, those of every token are counted, and no other.
+            padding = rows.padding if sequences.rows is None else None
             self.loads.count(router, sequences.of_tokens(routing.experts), router.settings.num_experts, padding)
 
         # Taken off again: a recomputation in the backward pass must neither record nor count a second time.
@@ -107,8 +110,13 @@ def _routers_of_stages(handle: NativeHandle, layers: RoutedLayers) -> dict[int, 
 
 def _routers(model: nn.Module) -> Iterator[Router]:
     # A layer for multi-token prediction routes for itself.
-    drafting = {each for module in model.modules() if isinstance(module, MultiTokenPrediction) for each in module.modules()}
+    drafting = _drafting(model)
     yield from (module for module in model.modules() if isinstance(module, Router) and module not in drafting)
+
+
+def _drafting(model: nn.Module) -> set[nn.Module]:
+    """Modules of layers for multi-token prediction."""
+    return {each for module in model.modules() if isinstance(module, MultiTokenPrediction) for each in module.modules()}
 
 
 def _require_routes(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -99,8 +99,8 @@ FAULTS = [
     ),
     Fault(
         "padding-counts-as-use-of-experts",
-        "rl_backend.runtime.native.routers:PassRouters.forward",
-        "padding = inputs.padding if sequences.rows is None else None",
+        "rl_backend.runtime.native.routers:PassRouters.forward.count",
+        "padding = rows.padding if sequences.rows is None else None",
         "padding = None",
         ("test_tokens_that_fill_up_a_ranks_share_count_as_no_use_of_experts",),
         "biases would move by tokens that are none",

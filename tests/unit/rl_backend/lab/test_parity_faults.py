@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 
-from rl_backend.checkpoint.hf_reader import HFReader
+from rl_backend.checkpoint.hf_reader import HFReader, read_hf_config
 from rl_backend.contracts.lora import LoRAConfig
+from rl_backend.data import pack_plan, prefixes
 from rl_backend.lab.parity.compare import Comparison, SideRecord, Tolerances, compare, merge_ranks, merge_steps
-from rl_backend.lab.parity.config import DType, ParityConfig, ParitySide, plan_batch
+from rl_backend.lab.parity.config import DType, ParityConfig, ParitySide, make_sequences, plan_batch
 from rl_backend.lab.parity.rank import record_again, record_alone, record_training
 from rl_backend.lab.parity.run import required_modules
 from tests.support import faulty_runtime
@@ -121,6 +122,26 @@ def test_native_and_transformers_train_alike(tmp_path: Path, family: str) -> Non
     assert comparison.max_grad_norm_difference < 1e-5
     assert comparison.loss_fall > 0.05
     assert {stage.stage: stage.compared for stage in comparison.stages}["activations"] >= 3 * 7 + 2
+
+
+@pytest.mark.shows("parity: with shared prefixes computed once, native trains as transformers does, token by token")
+def test_shared_prefixes_are_compared_token_by_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prefixes, "SHORTEST_RUN", 2)
+    # Of so few tokens many sequences begin alike.
+    model = write_tiny("qwen3", tmp_path, vocab_size=4)
+    config = make_config(model, ParitySide(runtime="native"))
+    (batches,) = pack_plan(make_sequences(config, read_hf_config(model)), plan_batch(config, 1))
+    trees = [prefixes.shared_prefixes(batch, replays=False) for batch in batches]
+    assert sum(tree is not None for tree in trees) > 2
+    shared, alone = (
+        train_runtime(make_config(model, ParitySide(runtime="native", options={"share_prefixes": share})))
+        for share in ("auto", "off")
+    )
+    for reference in (train_transformers(config), alone):
+        comparison = compare_on(model, reference, shared)
+        assert comparison.first_divergence is None, str(comparison.first_divergence)
+    assert shared.activations.keys() == alone.activations.keys()
+    assert {len(rows) for rows in shared.activations.values()} == {sum(batch.num_tokens for batch in batches)}
 
 
 @pytest.mark.parametrize("top_k", [1, 3])

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import tests.support.drafting  # noqa: F401 - registers a family
 from rl_backend.cli.main import main
 from rl_backend.contracts import TARGET_IDS, ConfigError, PackedBatch
 from rl_backend.lab.plan.make import make_plan
@@ -59,6 +60,19 @@ def test_a_prompt_is_computed_once_and_its_samples_attend_to_all_of_it(
     wanted = SAMPLES * (LENGTH - PROMPT)
     # Forward and backward: scores and values of a pair twice, and five products to go back.
     assert plan.ranks[0].flops == layers * (6 * rows * matrices + 14 * pairs * heads) + 6 * wanted * hidden * 32000
+
+
+def test_multi_token_prediction_is_planned_for_whole_sequences(tmp_path: Path) -> None:
+    fields = {**CONFIG, "model_type": "drafting", "num_nextn_predict_layers": 1}
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    kept, trained = (
+        make_plan(make_config(tmp_path, max_tokens=ROWS, model="drafting", model_cfg=options), 1, work()).ranks[0].flops
+        for options in ({}, {"mtp": "joint"})
+    )
+    tokens, hidden, heads = SAMPLES * LENGTH, 1024, 16 * 64
+    matrices = 2 * hidden * heads + 2 * hidden * heads // 2 + 3 * hidden * 4096 + 2 * hidden * hidden
+    pairs = tokens * (LENGTH + 1) // 2
+    assert trained - kept == 6 * tokens * (matrices + hidden * 32000) + 14 * pairs * heads
 
 
 def test_log_probs_of_prompts_count_where_prompts_may_be_shorter(model: Path) -> None:

@@ -206,7 +206,7 @@ MTP = MTPSpec(LayerSpec(OTHER, DENSE), MTPNames.after_layers("model", 3), "joint
 def test_the_loss_of_the_second_tokens_comes_into_the_gradients(training: Any, changes: dict[str, Any]) -> None:
     spec = spec_of(mtp=replace(MTP, training=training), embedding_scale=1.5, layers=LAYERS[:1], **changes)
     inputs = inputs_of(router_loss_weight=0.5, temperature=0.7)
-    second = SecondTokens(inputs.labels, second_labels(inputs.labels), 3)
+    second = SecondTokens(inputs.labels, second_labels(inputs.labels), 3, inputs.position_ids, inputs.segments)
     assert second.labels.tolist() == [inputs.input_ids[2], -100, -100, *inputs.input_ids[5:8], -100, -100, -100]
     model, plain = model_of(spec), model_of(replace(spec, mtp=MTP))
     output = run(model, inputs._replace(second=second))

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rl_backend.contracts import ModelOutput, PackedBatch, RoutedLayers
+from rl_backend.primitive.prefix_tree import PrefixTree
 from rl_backend.runtime.native.forward_backward import RankBatch, lay_out
 from tests.support.rank_threads import run_ranks
 
@@ -91,6 +92,21 @@ def test_a_rank_of_several_has_its_tokens_with_fillers_that_count_for_nothing() 
     assert inputs.second is not None and inputs.second.labels.tolist() == [-100] * 8 and inputs.second.total == 1
     first = lay_out(data, groups_of(tp=4, cp=2, rank=0), 2, replayed, trains_second=True).inputs
     assert first.second is not None and first.second.labels.tolist() == [-100, -100, -100, -100, 15, -100, -100, -100]
+
+
+def test_of_a_tree_multi_token_prediction_gets_whole_sequences() -> None:
+    data, tree = (
+        PackedBatch(torch.tensor([7, 8, 1, 7, 8, 2]), torch.tensor([3, 3])),
+        PrefixTree((2, 1, 1), (-1, 0, 0), (1, 2)),
+    )
+    inputs = lay_out(data, groups_of(tp=2), 1, trains_second=True, tree=tree).inputs
+    second, whole = inputs.second, lay_out(data, groups_of(tp=2), 1, trains_second=True).inputs.second
+    assert inputs.input_ids.tolist() == [7, 8, 1, 2] and second is not None and second.of_rows is not None
+    # The last of two ranks has the second sequence between blocks.
+    assert second.next_ids.tolist() == [8, 1, -100, 8, 2, -100] and second.of_rows.tolist() == [0, 1, 3]
+    assert second.segments.query_lens == second.segments.key_lens == (3, 3) and second.segments.tree is None
+    assert second.sequences is not None and second.sequences.of_rows.tolist() == [1, 1, 1] and second.sequences.rows is None
+    assert whole is not None and whole.of_rows is None and torch.equal(whole.position_ids, second.position_ids)
 
 
 def test_outputs_of_ranks_are_those_of_the_batch_in_its_order() -> None:

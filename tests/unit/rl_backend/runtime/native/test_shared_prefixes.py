@@ -24,7 +24,6 @@ from rl_backend.contracts import (
 )
 from rl_backend.contracts.lora import LORA_FIELD
 from rl_backend.data import MicroBatchPlan, pack, plan_micro_batches, plan_shared, prefixes, restore_order
-from rl_backend.model.decoder_spec import MTPNames, MTPSpec
 from rl_backend.model.input import each_prediction_once
 from rl_backend.model.options import DecoderOptions
 from rl_backend.runtime.native.forward_backward import _rank_batch
@@ -32,6 +31,7 @@ from rl_backend.runtime.native.handle import NativeHandle
 from rl_backend.runtime.native.layout import describe_model, why_unshared
 from rl_backend.runtime.passes import PassRequest
 from tests.support.deepseek import write_latent
+from tests.support.drafting import write_drafting
 from tests.support.indexed_keys import first_keys, with_keys
 from tests.support.models import write_tiny
 from tests.support.moe import write_moe
@@ -118,6 +118,9 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Path]:
         "deepseek_v3": write_latent("deepseek_v3", folder / "deepseek_v3"),
         "deepseek_v32": write_sparse(folder / "deepseek_v32", "deepseek_v32"),
         "glm_moe_dsa": write_sparse(folder / "glm_moe_dsa", "glm_moe_dsa"),
+        "drafting": write_drafting(folder / "drafting", tied=True),
+        "drafting_sparse": write_sparse(folder / "drafting_sparse", "deepseek_v32", mtp=True),
+        "glm4_moe": write_drafting(folder / "glm4_moe", "glm4_moe", num_hidden_layers=2),
     }
 
 
@@ -166,6 +169,32 @@ def test_states_latents_and_chosen_keys_are_those_of_whole_sequences(
     batches = [batch_of(sequences_of_a_tree(seed), seed) for seed in range(3)]
     expected = compute(models[family], batches, **options)
     assert_same(compute(models[family], batches, share_prefixes="auto", **options), expected, batches)
+
+
+@pytest.mark.usefixtures("every_run")
+@pytest.mark.shows(
+    "runtime: beside multi-token prediction the other layers share prefixes, and all train as with whole sequences"
+)
+@pytest.mark.parametrize(
+    ("name", "family", "options"),
+    [
+        ("drafting", "drafting", {"mtp": "joint"}),
+        ("drafting", "drafting", {"mtp": "detached"}),
+        ("glm4_moe", "glm4_moe", {"mtp": "joint", "router_aux_loss_coef": 3.0, "router_sequence_loss_coef": 3.0}),
+        ("drafting_sparse", "deepseek_v32", {"mtp": "joint", "indexer": "sparse"}),
+    ],
+    ids=["joint", "detached", "mixture", "sparse"],
+)
+def test_multi_token_prediction_is_trained_on_whole_sequences(
+    models: Mapping[str, Path], name: str, family: str, options: Mapping[str, Any]
+) -> None:
+    batches = [batch_of(sequences_of_a_tree(seed), seed) for seed in range(3)]
+    settings = {"model": family, "model_cfg": {"mtp_loss_weight": 3.0, **options}}
+    expected = compute(models[name], batches, **settings)
+    assert_same(compute(models[name], batches, share_prefixes="auto", **settings), expected, batches)
+    recomputed = {**settings, "activation_checkpointing": "full", "share_prefixes": "auto"}
+    assert_same(compute(models[name], batches[:1], **recomputed), expected[:1], batches[:1])
+    assert float(expected[0].gradients["mtp.projection.weight"].norm()) > 0
 
 
 @pytest.mark.usefixtures("every_run")
@@ -331,12 +360,8 @@ def test_what_shares_nothing_says_why(models: Mapping[str, Path]) -> None:
     assert why() == "" and why(share_prefixes="off") == "share_prefixes='off'"
     assert why(parallel={"cp": 2}, takes_trees=False) == "cp=2, model='qwen3'"
     spec = describe_model(models["qwen3"], NativeConfig(), "log_probs").architecture
-    assert (
-        spec.why_unshared(None) == ""
-        and spec.why_unshared(DecoderOptions(delta_kernel="fla")) == "model_cfg.delta_kernel='fla'"
-    )
-    trained = dataclasses.replace(spec, mtp=MTPSpec(spec.layers[0], MTPNames("mtp", "mtp.layer"), "joint"))
-    assert trained.why_unshared(None) == "model_cfg.mtp='joint'"
+    assert spec.why_unshared(None) == ""
+    assert spec.why_unshared(DecoderOptions(delta_kernel="fla")) == "model_cfg.delta_kernel='fla'"
 
 
 @pytest.mark.usefixtures("every_run")
@@ -351,18 +376,18 @@ def test_losses_of_routers_count_every_token(models: Mapping[str, Path], loss: s
 
 
 @pytest.mark.usefixtures("every_run")
-def test_loads_of_experts_count_every_token(tmp_path: Path) -> None:
-    path = write_latent("deepseek_v3", tmp_path)
+@pytest.mark.parametrize(("family", "chosen"), [("deepseek_v3", {}), ("glm4_moe", {"mtp": "joint"})])
+def test_loads_of_experts_count_every_token(models: Mapping[str, Path], family: str, chosen: Mapping[str, Any]) -> None:
     batch, found = batch_of(sequences_of_a_tree(1)), []
     for share in ("off", "auto"):
-        options = {"model": "deepseek_v3", "model_cfg": {"expert_bias_rate": 0.1}, "share_prefixes": share}
-        with open_in_float64(path, **options) as runtime:
+        options = {"model": family, "model_cfg": {"expert_bias_rate": 0.1, **chosen}, "share_prefixes": share}
+        with open_in_float64(models[family], **options) as runtime:
             handle = runtime.build_model()
             result = runtime.forward_backward(handle, [batch], weighted_loss)
             assert ("tokens_computed" in result.metrics) == handle.shares_prefixes == (share == "auto")
             assert handle.optimizer is not None and handle.optimizer.balance is not None
             found.append([counts.tolist() for counts in handle.optimizer.balance._counts.values()])
-    assert found[0] == found[1] and found[0] and sum(found[0][0]) % batch.num_tokens == 0
+    assert found[0] == found[1] and found[0] and all(sum(counts) % batch.num_tokens == 0 for counts in found[0])
 
 
 def test_a_row_predicts_once_for_each_label_and_temperature() -> None:
