@@ -5,8 +5,9 @@ Names are imported when they are first used, so that a training script does not 
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from rl_backend.lazy import lazy_names
 
 if TYPE_CHECKING:
     from actors.checks.preflight import preflight as preflight
@@ -35,42 +36,4 @@ if TYPE_CHECKING:
     from actors.train.group import TrainGroup as TrainGroup
     from actors.train.loss import Loss as Loss
 
-_MODULES = {
-    "Canary": "actors.sync.adapter_push",
-    "EpisodeRun": "actors.run.rl_run",
-    "GroupFuture": "actors.train.group",
-    "HandleRef": "actors.train.context",
-    "Loss": "actors.train.loss",
-    "PushReport": "actors.sync.report",
-    "RLRun": "actors.run.rl_run",
-    "RankContext": "actors.train.context",
-    "RolloutConfig": "actors.rollout.config",
-    "RolloutGroup": "actors.rollout.group.group",
-    "RolloutTokens": "actors.rollout.tokens",
-    "Run": "actors.run.run",
-    "RunCheckpoints": "actors.folder.checkpoints",
-    "RunFolder": "actors.folder.folder",
-    "Sample": "actors.rollout.messages",
-    "SamplingConfig": "actors.rollout.config",
-    "Session": "actors.run.session",
-    "TrainGroup": "actors.train.group",
-    "WeightSource": "actors.sync.source",
-    "WeightSync": "actors.sync.push",
-    "init_local_ray": "actors.cluster.session",
-    "join_ray": "actors.cluster.session",
-    "open_session": "actors.run.session",
-    "preflight": "actors.checks.preflight",
-    "sample_seeds": "actors.rollout.messages",
-}
-
-__all__ = list(_MODULES)
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _MODULES:
-        raise AttributeError(f"module 'actors' has no attribute {name!r}; it has {', '.join(__all__)}")
-    return getattr(importlib.import_module(_MODULES[name]), name)
-
-
-def __dir__() -> list[str]:
-    return sorted(__all__)
+__all__, __getattr__, __dir__ = lazy_names(__name__, __file__)

@@ -26,8 +26,7 @@ from ray.job_submission import JobDetails, JobStatus, JobSubmissionClient
 
 from actors.run.command_line import run_command
 from rl_backend.contracts import BaseConfig, ConfigError, RLBackendError
-from rl_backend.options.command_line import parse_config
-from rl_backend.options.config_file import ConfigFile
+from rl_backend.options.command_line import ConfigFile, parse_config
 
 NOT_SENT = (".git", ".venv", "runs", "__pycache__", ".*_cache", "*.egg-info")
 """Patterns as in .gitignore; what a .gitignore file names is not sent either."""

@@ -55,8 +55,7 @@ def check_user[C: RLConfig](self: C) -> C:
         wrong.append(("trace", True, "records one run, and all users' actors are the same; leave it out"))
     if self.sampling.n < 2:
         wrong.append(("samples_per_prompt", self.sampling.n, "the loop compares at least 2 responses"))
-    if wrong:
-        raise ConfigError.of_all([(f"{type(self).__name__}.{option}", *rest) for option, *rest in wrong])
+    ConfigError.refuse_all([(f"{type(self).__name__}.{option}", *rest) for option, *rest in wrong])
     return self
 
 

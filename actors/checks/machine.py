@@ -165,5 +165,4 @@ def _check_cores(engines: RolloutConfig, beside: int) -> None:
     if engines.cores is None and engines.cores_per_engine is None and each % parts:
         problem = f"each engine has {each} of this machine's {len(cores)} cores, which it must divide"
         wrong.append(("RolloutConfig.tensor_parallel", parts, f"{problem}; {nearest(parts, divisors(each))}"))
-    if wrong:
-        raise ConfigError.of_all(wrong)
+    ConfigError.refuse_all(wrong)

@@ -88,9 +88,8 @@ def _bundle(cores: int, gpus: float) -> dict[str, float]:
 
 
 def check_asked(num_ranks: int, cores_per_rank: int, gpus_per_rank: float) -> None:
-    for field, value in (("num_ranks", num_ranks), ("cores_per_rank", cores_per_rank)):
-        if value < 1:
-            raise ConfigError.of(field, value, "must be at least 1")
+    counts = {"num_ranks": num_ranks, "cores_per_rank": cores_per_rank}
+    ConfigError.refuse_all((name, count, "must be at least 1") for name, count in counts.items() if count < 1)
     # Ray gives a share of one GPU only, so of shares above a half no two are on the same.
     if not 0 <= gpus_per_rank <= 1 or (0 < gpus_per_rank <= 0.5 and num_ranks > 1):
         problem = (

@@ -1,6 +1,6 @@
 """Inputs of a run that samples: tokenizer, prompts and reward functions, or rows and environment."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -13,7 +13,7 @@ from actors.options.sampled_config import EpisodeConfig, RLConfig
 from actors.rollout.config import SamplingConfig
 from actors.train.model import require_experts, require_known_end
 from rl_backend.contracts import ConfigError, RLBackendError
-from rl_backend.data.examples import open_dataset
+from rl_backend.data.examples import DataConfig, Examples, open_dataset
 from rl_backend.data.prompts import Prompt, endless_batches, load_prompts, load_tokenizer
 from rl_backend.data.rewards import RewardConfig, RewardScorer
 from rl_backend.data.rewards.worker import what_it_raised
@@ -46,15 +46,7 @@ def load_inputs(config: RLConfig, taken: int = 0) -> Inputs:
     """
     tokenizer = _load_tokenizer(config)
     reward = load_scorer(config.rewards)
-    load = partial(
-        load_prompts,
-        tokenizer=tokenizer,
-        max_prompt_tokens=config.max_prompt_tokens,
-        data=config.data,
-        require_answer=reward.needs_ground_truth,
-        require_columns=reward.columns,
-    )
-    new_ends = partial(Ends, config.model, tokenizer, config.data)
+    load, new_ends = loaders(config.model, tokenizer, reward, config.data, config.max_prompt_tokens)
     ends = new_ends()
     prompts = load(config.dataset, see=ends.see)
     held_out = load_held_out(config.eval_sets, config.eval_sampling, load, new_ends)
@@ -68,6 +60,21 @@ def load_inputs(config: RLConfig, taken: int = 0) -> Inputs:
         sampling=ends.added_to(config.sampling),
         notes=tuple(note for note in (prompts.note, *(each.note for each in held_out)) if note),
     )
+
+
+def loaders(
+    model: str, tokenizer: Any, reward: RewardScorer, data: DataConfig, max_prompt_tokens: int
+) -> tuple[Callable[..., Examples[Prompt]], Callable[[], Ends]]:
+    """What reads a data set with all that the reward functions need, and what makes the stop tokens of its answers."""
+    load = partial(
+        load_prompts,
+        tokenizer=tokenizer,
+        max_prompt_tokens=max_prompt_tokens,
+        data=data,
+        require_answer=reward.needs_ground_truth,
+        require_columns=reward.columns,
+    )
+    return load, partial(Ends, model, tokenizer, data)
 
 
 def load_scorer(config: RewardConfig) -> RewardScorer:

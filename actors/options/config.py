@@ -322,8 +322,7 @@ class TrainingOptions(BaseModel):
         if self.chooses_steps and 0 < self.optimizer_steps <= optimizer.warmup_steps:
             problem = f"the run has {self.optimizer_steps} optimizer steps and would never reach lr={optimizer.lr:g}"
             wrong.append((f"{name}.lr_warmup_steps", optimizer.warmup_steps, problem))
-        if wrong:
-            raise ConfigError.of_all(wrong)
+        ConfigError.refuse_all(wrong)
         writer_names(self.metrics_to)
         return self
 

@@ -91,9 +91,8 @@ type EvalDatasets = Annotated[str | tuple[str, ...] | dict[str, EvalSet] | None,
 def sets_by_name(given: str | Sequence[str] | Mapping[str, EvalSet] | None) -> dict[str, EvalSet]:
     """Name -> set; a path is called by its last part without suffix."""
     if isinstance(given, Mapping):
-        for name in given:
-            if not re.fullmatch(r"[\w.-]+", name):
-                raise ConfigError.of("eval_dataset", name, "names metrics; use letters, digits, '.', '_' and '-'")
+        problem = "names metrics; use letters, digits, '.', '_' and '-'"
+        ConfigError.refuse_all(("eval_dataset", name, problem) for name in given if not re.fullmatch(r"[\w.-]+", name))
         return dict(given)
     sets: dict[str, EvalSet] = {}
     for path in [given] if isinstance(given, str) else given or ():

@@ -96,9 +96,9 @@ SAMPLED = OptionSet(
 )
 
 
-def _blaming(config: BaseModel, wrong: Mapping[str, str]) -> ConfigError:
+def _refuse(config: BaseModel, wrong: Mapping[str, str]) -> None:
     kind = type(config)
-    return ConfigError.of_all(
+    ConfigError.refuse_all(
         [(f"{kind.__name__}.{name}", get(config, options_of(kind).place_of(name)), wrong[name]) for name in wrong]
     )
 
@@ -158,8 +158,7 @@ class SampledOptions(BaseModel):
             wrong["sample_ahead"] = f"max_staleness={self.max_staleness}: set both to 0, strictly on-policy, or neither"
         if self.importance == "off" and self.stale_samples == "correct":
             wrong["importance"] = "stale_samples='correct' needs importance weights; use truncate or mask"
-        if wrong:
-            raise _blaming(self, wrong)
+        _refuse(self, wrong)
         return self
 
     @property
@@ -256,8 +255,7 @@ class RLConfig(SampledOptions, TrainingOptions, BaseConfig):
 
     @model_validator(mode="after")
     def _check_sizes(self) -> Self:
-        if wrong := _too_small(self, "max_prompt_tokens + max_response_tokens"):
-            raise _blaming(self, wrong)
+        _refuse(self, _too_small(self, "max_prompt_tokens + max_response_tokens"))
         return self
 
     @property
@@ -401,8 +399,7 @@ class EpisodeConfig(SampledOptions, TrainingOptions, BaseConfig):
             wrong["max_response_tokens"] = f"max_episode_tokens={most} must hold a prompt and a turn; use less"
         if self.is_set("least_episodes") and self.least_episodes > self.sampling.n:
             wrong["least_episodes"] = f"a group has samples_per_prompt={self.sampling.n} episodes; use at most that"
-        if wrong:
-            raise _blaming(self, wrong)
+        _refuse(self, wrong)
         return self
 
     @property

@@ -156,8 +156,7 @@ class RolloutConfig(BaseConfig):
     @model_validator(mode="after")
     def _check(self) -> Self:
         wrong = [*self._problems(), *self._problems_of_cores(), *self._problems_of_routes()]
-        if wrong:
-            raise ConfigError.of_all([(f"RolloutConfig.{field}", *rest) for field, *rest in wrong])
+        ConfigError.refuse_all([(f"RolloutConfig.{field}", *rest) for field, *rest in wrong])
         check_engine_device(self, self.device)
         return self
 
@@ -221,8 +220,8 @@ _OF_GPUS = ("gpu_memory_utilization", "gpus_per_worker")
 def check_engine_device(config: RolloutConfig, device: str) -> None:
     """Raises :class:`ConfigError` for a field that engines on ``device``, ``cpu`` or ``cuda``, would ignore."""
     problem = "applies to GPU engines only; unset it for engines on a CPU"
-    if device == "cpu" and (given := [name for name in _OF_GPUS if config.is_set(name)]):
-        raise ConfigError.of_all([(f"RolloutConfig.{name}", getattr(config, name), problem) for name in given])
+    given = [name for name in _OF_GPUS if device == "cpu" and config.is_set(name)]
+    ConfigError.refuse_all((f"RolloutConfig.{name}", getattr(config, name), problem) for name in given)
 
 
 _SAMPLES = HasEffect(
@@ -272,8 +271,7 @@ class SamplingConfig(BaseConfig):
             wrong["stop_strings"] = "an empty string would end every response; remove it"
         if self.temperature == 0 and self.n > 1:
             wrong["n"] = "greedy responses are all the same; raise temperature, or use n=1"
-        if wrong:
-            raise ConfigError.of_all([(f"SamplingConfig.{field}", getattr(self, field), wrong[field]) for field in wrong])
+        ConfigError.refuse_all([(f"SamplingConfig.{field}", getattr(self, field), wrong[field]) for field in wrong])
         return self
 
     @property

@@ -139,9 +139,7 @@ class EnginePlacement:
             wrong["cores_per_engine"] = (
                 f"the cluster has {nodes} nodes, and engines that reserve nothing could land on any of them; set it"
             )
-        if wrong:
-            values = self._config
-            raise ConfigError.of_all([(f"RolloutConfig.{name}", getattr(values, name), wrong[name]) for name in wrong])
+        ConfigError.refuse_all((f"RolloutConfig.{name}", getattr(self._config, name), wrong[name]) for name in wrong)
 
 
 def resolve_device(config: RolloutConfig) -> str:

@@ -6,8 +6,9 @@ when it is first used.
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from rl_backend.lazy import lazy_names
 
 if TYPE_CHECKING:
     from actors.collect.episodes import EpisodeBatch as EpisodeBatch
@@ -48,50 +49,4 @@ if TYPE_CHECKING:
     from rl_backend.options.option_set import OptionSet as OptionSet
     from rl_backend.options.option_set import overlaid as overlaid
 
-_MODULES = {
-    "Advantage": "rl_backend.algorithm.sequences",
-    "EpisodeBatch": "actors.collect.episodes",
-    "EpisodeConfig": "actors.options.sampled_config",
-    "EvalConfig": "actors.run.evaluation",
-    "EvalSet": "actors.options.eval_sets",
-    "Follows": "rl_backend.options.option_set",
-    "GroupModel": "actors.train.model",
-    "HeldOutResult": "actors.collect.held_out",
-    "MetricsWriter": "actors.watch.metrics",
-    "OnStep": "actors.run.run",
-    "OptionSet": "rl_backend.options.option_set",
-    "Phases": "actors.watch.console",
-    "PolicyLoss": "actors.options.policy_options",
-    "RLConfig": "actors.options.sampled_config",
-    "RunFinishedError": "actors.folder.resume",
-    "RunModel": "actors.options.config",
-    "RunResult": "actors.run.sampling",
-    "StopRequest": "actors.run.stop",
-    "TrainingBatch": "actors.collect.prompts",
-    "TrainingConfig": "actors.options.config",
-    "announce": "actors.watch.console",
-    "evaluate": "actors.run.evaluation",
-    "kl_metrics": "rl_backend.algorithm.sequences",
-    "overlaid": "rl_backend.options.option_set",
-    "parse_config": "rl_backend.options.command_line",
-    "positions_of": "actors.rollout.config",
-    "require_one_session": "actors.run.session",
-    "rewards_of_tokens": "rl_backend.algorithm.sequences",
-    "run_command": "actors.run.command_line",
-    "to_sequences": "rl_backend.algorithm.sequences",
-    "update_metrics": "actors.train.model",
-    "update_parts": "rl_backend.algorithm.sequences",
-    "warn": "actors.watch.console",
-    "with_advantages": "rl_backend.algorithm.sequences",
-    "with_episode_gae": "rl_backend.algorithm.sequences",
-    "with_outputs": "rl_backend.algorithm.sequences",
-    "write_report": "rl_backend.lab.report.page",
-}
-
-__all__ = list(_MODULES)
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _MODULES:
-        raise AttributeError(f"module 'actors.run' has no attribute {name!r}; it has {', '.join(__all__)}")
-    return getattr(importlib.import_module(_MODULES[name]), name)
+__all__, __getattr__, __dir__ = lazy_names(__name__, __file__)

@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from contextlib import ExitStack
-from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Self
 
@@ -14,8 +13,7 @@ from actors.cluster.placement import share_cluster
 from actors.cluster.session import ray_session
 from actors.collect.episodes import group_tasks, turn_sampling
 from actors.collect.held_out import HeldOutResult, answer, load_held_out, warn_of_unknown
-from actors.collect.inputs import load_episode_inputs, load_scorer
-from actors.collect.stop_tokens import Ends
+from actors.collect.inputs import load_episode_inputs, load_scorer, loaders
 from actors.collect.transcripts import transcript
 from actors.folder.lock import require_writable, usable_run_dir
 from actors.options.config import ChosenDtype, resolve_dtype, with_local_model
@@ -31,7 +29,7 @@ from rl_backend.checkpoint.durable_commit import replace_text
 from rl_backend.contracts import BaseConfig, ConfigError
 from rl_backend.data.examples import DataConfig
 from rl_backend.data.hub import local_model
-from rl_backend.data.prompts import load_prompts, load_tokenizer
+from rl_backend.data.prompts import load_tokenizer
 from rl_backend.data.rewards import RewardConfig
 from rl_backend.environment.groups import PlayOptions, play_groups
 from rl_backend.environment.playing import run_episodes
@@ -160,17 +158,9 @@ def evaluate(config: EvalConfig, rollout: RolloutGroup | None = None) -> dict[st
         require_readable_weights("EvalConfig.model", config.model)
         require_engines(config.rollout)
     tokenizer, reward = load_tokenizer(config.model), load_scorer(config.rewards)
-    load = partial(
-        load_prompts,
-        tokenizer=tokenizer,
-        max_prompt_tokens=config.max_prompt_tokens,
-        data=config.data,
-        require_answer=reward.needs_ground_truth,
-        require_columns=reward.columns,
-    )
+    load, new_ends = loaders(config.model, tokenizer, reward, config.data, config.max_prompt_tokens)
     phases, engines = Phases(), config.rollout.num_engines
     with phases.phase("data", f"reading {count(len(config.eval_sets), 'held-out set')}"):
-        new_ends = partial(Ends, config.model, tokenizer, config.data)
         sets = load_held_out(config.eval_sets, config.eval_sampling, load, new_ends)
     for note in filter(None, (each.note for each in sets)):
         say(note)

@@ -3,22 +3,38 @@
 from collections.abc import Mapping, Sequence
 from functools import partial
 
+from actors.collect.collector import CollectedBatch
 from actors.collect.episodes import EpisodeBatch, EpisodeSource, turn_sampling
 from actors.collect.inputs import load_episode_inputs, load_inputs
 from actors.collect.prompts import PromptSource, TrainingBatch
-from actors.options.sampled_config import EpisodeConfig, RLConfig
+from actors.options.sampled_config import EpisodeConfig, RLConfig, SampledConfig
 from actors.rollout.group.group import RolloutGroup
 from actors.rollout.tokens import RolloutTokens
-from actors.run.run import OnStep, Run
+from actors.run.run import Run
 from actors.run.sampling import RunResult
-from actors.run.session import Session
-from actors.run.stop import StopRequest
 from actors.sync.report import PushReport
 from actors.train.model import GroupModel
 from actors.watch.console import warn
 
 
-class RLRun(Run[RLConfig]):
+class SampledRun[C: SampledConfig, B: CollectedBatch](Run[C]):
+    """What both kinds of runs do between :meth:`begin` and the end."""
+
+    def collect(self) -> B:
+        """The batch of the step."""
+        batch: B = self._sampled.collect(self._step, self._clock)
+        return batch
+
+    def push(self) -> PushReport:
+        """Brings the policy's weights to the engines; the phase ``sync`` of the step."""
+        return self._sampled.push(self._step, self.lap)
+
+    def finish(self) -> RunResult:
+        """After the last step; also writes ``summary.json``."""
+        return self._sampled.finish()
+
+
+class RLRun(SampledRun[RLConfig, TrainingBatch]):
     """Engines answer batches of prompts, which are scored and trained on::
 
     with RLRun(config) as run:
@@ -34,16 +50,7 @@ class RLRun(Run[RLConfig]):
         result = run.finish()
     """
 
-    def __init__(
-        self,
-        config: RLConfig,
-        session: Session | None = None,
-        on_step: OnStep | None = None,
-        *,
-        label: str = "",
-        stop: StopRequest | None = None,
-    ) -> None:
-        super().__init__(config, session, on_step, label=label, stop=stop)
+    def _load_data(self) -> None:
         with self.phase("data", f"reading {self.config.dataset}"):
             self.inputs = load_inputs(self.config, self.start.progress.taken)
 
@@ -71,32 +78,13 @@ class RLRun(Run[RLConfig]):
         known = [f"{len(inputs.prompts)} prompts", *inputs.notes, *config.facts(), *facts]
         self._begin_sampling(title, trained, known, config, inputs, open_source)
 
-    def collect(self) -> TrainingBatch:
-        batch: TrainingBatch = self._sampled.collect(self._step, self._clock)
-        return batch
 
-    def push(self) -> PushReport:
-        return self._sampled.push(self._step, self.lap)
-
-    def finish(self) -> RunResult:
-        return self._sampled.finish()
-
-
-class EpisodeRun(Run[EpisodeConfig]):
+class EpisodeRun(SampledRun[EpisodeConfig, EpisodeBatch]):
     """Engines play groups of episodes, which are trained on. The loop is that of :class:`RLRun`, with
     ``episode_sequences(batch.episodes, truncated=config.truncated)`` and ``episode_parts(sequences, batch.groups, ...)``.
     """
 
-    def __init__(
-        self,
-        config: EpisodeConfig,
-        session: Session | None = None,
-        on_step: OnStep | None = None,
-        *,
-        label: str = "",
-        stop: StopRequest | None = None,
-    ) -> None:
-        super().__init__(config, session, on_step, label=label, stop=stop)
+    def _load_data(self) -> None:
         with self.phase("data", f"reading {self.config.dataset}, and {self.config.task}"):
             self.inputs = load_episode_inputs(self.config, self.start.progress.taken)
 
@@ -114,13 +102,3 @@ class EpisodeRun(Run[EpisodeConfig]):
 
         known = [f"{len(inputs.rows)} rows", config.task, *inputs.notes, *config.facts(), *facts]
         self._begin_sampling(title, trained, known, config, inputs, open_source)
-
-    def collect(self) -> EpisodeBatch:
-        batch: EpisodeBatch = self._sampled.collect(self._step, self._clock)
-        return batch
-
-    def push(self) -> PushReport:
-        return self._sampled.push(self._step, self.lap)
-
-    def finish(self) -> RunResult:
-        return self._sampled.finish()

@@ -29,9 +29,8 @@ from actors.run.stop import StopRequest
 from actors.train.model import GroupModel, RouterReplayMode
 from actors.train.recovery import Reshaped
 from actors.watch.console import Phases, StepLines, command_began, say, say_facts, warn
-from actors.watch.engines import EngineEvents
 from actors.watch.health_metrics import HealthWarnings
-from actors.watch.metrics import Clock
+from actors.watch.metrics import Clock, EngineEvents
 from actors.watch.trace import TraceSource
 from rl_backend.checkpoint.peft_files import write_peft_directory
 from rl_backend.contracts import Head, OptimizerConfig, RLBackendError, RuntimeConfig
@@ -113,6 +112,10 @@ class Run[C: RunConfig]:
         self._health = HealthWarnings(saved.get(_HEALTH), config.health)
         known = saved.get(_METRICS, {}).items()
         self.last_metrics = {name: number for name, value in known if (number := as_number(value)) is not None}
+        self._load_data()
+
+    def _load_data(self) -> None:
+        """Data that a run reads and checks itself, before anything is started."""
 
     def __enter__(self) -> Self:
         config = self.config

@@ -400,10 +400,9 @@ _TRANSPORTS: dict[str, type[Transport]] = {
 
 
 def _refuse(why: str, **options: tuple[Any, Any]) -> None:
-    """Raises :class:`~rl_backend.contracts.ConfigError` for an option, (value, default), that is not at its default."""
-    for name, (value, default) in options.items():
-        if value != default:
-            raise ConfigError.of(f"WeightSync.{name}", value, f"{why}; leave it out")
+    """Raises :class:`~rl_backend.contracts.ConfigError` for options, (value, default), that are not at their default."""
+    given = {name: value for name, (value, default) in options.items() if value != default}
+    ConfigError.refuse_all((f"WeightSync.{name}", value, f"{why}; leave it out") for name, value in given.items())
 
 
 def make_transport(name: str) -> Transport:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
-from contextlib import AbstractContextManager
+import shutil
+from collections.abc import Generator
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -13,17 +15,83 @@ import torch.distributed as dist
 from verl.utils.checkpoint.checkpoint_manager import BaseCheckpointManager
 
 from adapters.verl.options.settings import STATE
-from adapters.verl.replacing import exists_on_rank_0, finish_replacing, found_name, replacing
-from adapters.verl.trainer_saves import mark, record_step, trainer_records
-from rl_backend.checkpoint.durable_commit import sync_tree
+from adapters.verl.trainers import mark, record_step, trainer_records
+from rl_backend.checkpoint.durable_commit import rename_synced, sync_tree
 from rl_backend.checkpoint.peft_files import CONFIG_FILE, write_peft_directory
 from rl_backend.checkpoint.training_state import on_every_rank, raise_on_every_rank
 from rl_backend.contracts import CheckpointError, ModelHandle, UnsupportedError
+from rl_backend.parallel.collectives import gather_objects
 from rl_backend.parallel.groups import world_group
 from rl_backend.runtime import Runtime
 
 if TYPE_CHECKING:
     from verl.workers.config import HFModelConfig
+
+
+@contextmanager
+def replacing(path: Path) -> Generator[Path]:
+    """Yields a path to write flushed files to, which then replaces ``path``. A collective over all ranks.
+
+    Raises:
+        CheckpointError: the file system refuses; on every rank, and the earlier directory has its name.
+    """
+    finish_replacing(path)
+    new, old = _new(path), _old(path)
+    with on_every_rank(world_group(), f"{path} cannot be replaced"):
+        if dist.get_rank() == 0:
+            for left_behind in (new, old):
+                shutil.rmtree(left_behind, ignore_errors=True)
+    yield new
+    with on_every_rank(world_group(), f"{new} could not take the place of {path}"):
+        if dist.get_rank() == 0:
+            _take_place(path)
+
+
+def found_name(path: Path) -> Path:
+    """The current name of the directory ``path``, which a kill may have left under another one. Changes nothing."""
+    if path.exists() or not _old(path).exists():
+        return path
+    return _new(path) if _new(path).exists() else _old(path)
+
+
+def exists_on_rank_0(path: Path) -> bool:
+    """Rank 0's answer, on every rank. A collective over all ranks."""
+    found = [path.exists()]
+    dist.broadcast_object_list(found, src=0)
+    return found[0]
+
+
+def finish_replacing(path: Path) -> None:
+    """Gives a directory its name that a kill has left without it; a collective over all ranks, which fail together."""
+    with on_every_rank(world_group(), f"{path} could not be given its name; rename the one that a kill left next to it"):
+        if dist.get_rank() == 0:
+            found = found_name(path)
+            if found != path:
+                rename_synced(found, path)
+
+
+def _take_place(path: Path) -> None:
+    new, old = _new(path), _old(path)
+    # A kill between the two renames leaves both under names that found_name knows.
+    if path.exists():
+        path.rename(old)
+    try:
+        rename_synced(new, path)
+    except OSError:
+        if old.exists() and not path.exists():
+            with suppress(OSError):
+                old.rename(path)
+        raise
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def _new(path: Path) -> Path:
+    return path.with_name(f".{path.name}.new")
+
+
+def _old(path: Path) -> Path:
+    return path.with_name(f".{path.name}.old")
+
 
 _STATE_DIRECTORY, _HF_DIRECTORY, _ADAPTER_DIRECTORY = "training_state", "huggingface", "lora_adapter"
 
@@ -196,9 +264,7 @@ class PendingSave:
             done = not runtime.checkpoint_is_pending(handle)
         except Exception as error:  # noqa: BLE001 - raised by ``commit``, on every rank
             self.problem, done = _text(error), True
-        everywhere = [False] * dist.get_world_size()
-        dist.all_gather_object(everywhere, done)
-        return all(everywhere)
+        return all(gather_objects(done, world_group()))
 
     def commit(self, runtime: Runtime[Any], handle: ModelHandle) -> None:
         """Waits for the files and gives them their name; a collective over all ranks, which fail together."""

@@ -12,9 +12,9 @@ from typing import Any
 
 from verl.workers.config import McoreEngineConfig
 
-from adapters.verl import prefix_groups
 from adapters.verl.options.settings import require_engine_config
 from adapters.verl.registration import VENDOR_VARIABLE, register_config_class
+from adapters.verl.trainers import GROUPER, register_prefix_groups
 from rl_backend.contracts import ConfigError, UnsupportedError
 
 # verl's model type -> our class, and verl's.
@@ -66,7 +66,7 @@ def choose_engine(model_type: str, engine_config: Any, backend: str | None) -> t
         if backend is None:
             return _verls_engine(model_type), engine_config
         values = {each.name: getattr(engine_config, each.name) for each in dataclasses.fields(engine_config)}
-        grouper = getattr(engine_config, prefix_groups.FIELD, False)
+        grouper = getattr(engine_config, GROUPER, False)
         engine_config = RLBackendEngineConfig(**values, backend=backend, use_prefix_grouper=grouper)
         reason = f"{VENDOR_VARIABLE}={os.getenv(VENDOR_VARIABLE)}"
     else:
@@ -103,4 +103,4 @@ def _is_first_rank() -> bool:
 
 
 register_config_class(choose_engine)
-prefix_groups.register()
+register_prefix_groups()

@@ -5,8 +5,9 @@
 
 from typing import Any
 
-from adapters.verl import cpu_platform, prefix_groups, run_config, trainer_saves
+from adapters.verl import cpu_platform, run_config
 from adapters.verl.registration import register_vendors
+from adapters.verl.trainers import register_prefix_groups, register_saves
 
 
 def _choose_engine(model_type: str, engine_config: Any, backend: str | None) -> tuple[type, Any]:
@@ -19,5 +20,5 @@ def _choose_engine(model_type: str, engine_config: Any, backend: str | None) -> 
 cpu_platform.register()
 register_vendors(_choose_engine)
 run_config.register()
-trainer_saves.register()
-prefix_groups.register()
+register_saves()
+register_prefix_groups()

@@ -57,8 +57,7 @@ def require_run(config: Any) -> None:
     if mode in _TOP_K:
         problem = "reads a batch's logits, which are never kept; choose an estimator, such as k1 or k3, or verl's own engine"
         wrong.append(("distillation.distillation_loss.loss_mode", mode, problem))
-    if wrong:
-        raise ConfigError.of_all(wrong)
+    ConfigError.refuse_all(wrong)
 
 
 def _refuse_copies(module: ModuleType) -> None:

@@ -89,8 +89,7 @@ class DemoConfig(BaseConfig):
             wrong["dtype"] = f"vLLM serves model={self.model!r} in bfloat16 alone; leave dtype out"
         if self.router_replay != "off" and self.model not in MIXTURES:
             wrong["router_replay"] = f"model={self.model!r} is dense and routes nothing; use {self.model}_moe"
-        if wrong:
-            raise ConfigError.of_all([(f"DemoConfig.{field}", getattr(self, field), wrong[field]) for field in wrong])
+        ConfigError.refuse_all([(f"DemoConfig.{field}", getattr(self, field), wrong[field]) for field in wrong])
         return self
 
     def shared(self) -> dict[str, Any]:

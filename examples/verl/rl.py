@@ -62,8 +62,7 @@ class RLOptions(VerlOptions):
         if self.router_replay != "off" and self.model is None and self.demo_model not in demo_task.MIXTURES:
             dense = self.demo_model
             wrong["router_replay"] = f"the demo's {dense} is dense and routes nothing; use {dense}_moe"
-        if wrong:
-            raise ConfigError.of_all([(f"RLOptions.{field}", getattr(self, field), wrong[field]) for field in wrong])
+        ConfigError.refuse_all([(f"RLOptions.{field}", getattr(self, field), wrong[field]) for field in wrong])
         return self
 
 

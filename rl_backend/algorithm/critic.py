@@ -73,9 +73,8 @@ def gae_advantages(
         BatchError: shapes, or a reward or value of a selected token that is not finite.
         ConfigError: ``gamma`` or ``lam`` outside of [0, 1].
     """
-    for name, option in (("gamma", gamma), ("lam", lam)):
-        if not 0 <= option <= 1:
-            raise ConfigError.of(name, option, "must be within [0, 1]")
+    shares = {"gamma": gamma, "lam": lam}
+    ConfigError.refuse_all((name, share, "must be within [0, 1]") for name, share in shares.items() if not 0 <= share <= 1)
     check_packed(seq_lens, token_rewards=token_rewards, values=values, loss_mask=loss_mask)
     check_finite(loss_mask, token_rewards=token_rewards, values=values)
 

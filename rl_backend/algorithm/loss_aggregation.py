@@ -102,9 +102,8 @@ LOSS_AGG_MODES: tuple[str, ...] = get_args(LossAggMode.__value__)
 
 
 def check_not_negative(**options: float) -> None:
-    for name, value in options.items():
-        if not (math.isfinite(value) and value >= 0):
-            raise ConfigError.of(name, value, "must be a finite number, 0 or above")
+    wrong = {name: value for name, value in options.items() if not (math.isfinite(value) and value >= 0)}
+    ConfigError.refuse_all((name, value, "must be a finite number, 0 or above") for name, value in wrong.items())
 
 
 def check_loss_agg_mode(mode: str, loss_scale_factor: float | None) -> None:

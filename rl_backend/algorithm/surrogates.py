@@ -156,8 +156,7 @@ def check_importance_options(
         wrong.append(("importance_level", importance_level, "needs tis_cap or mis_bounds; without weights it is unused"))
     if importance_veto is not None and not 0 < importance_veto < 1:
         wrong.append(("importance_veto", importance_veto, "must be within (0, 1), for example 1e-4; None: no veto"))
-    if wrong:
-        raise ConfigError.of_all(wrong)
+    ConfigError.refuse_all(wrong)
 
 
 def truncated_importance_weights(

@@ -40,6 +40,7 @@ from rl_backend.checkpoint.host_memory import HostMemory
 from rl_backend.checkpoint.manifest import MANIFEST_NAME, FileFacts, TrainingManifest, damaged
 from rl_backend.checkpoint.metadata_unpickler import METADATA_FILE, load_problem, stored_metadata
 from rl_backend.contracts import CheckpointError, RLBackendError, name_of_dtype
+from rl_backend.parallel.collectives import gather_objects
 
 WEIGHTS = "model."
 MOMENTS = {kind: f"optimizer.{kind}." for kind in ("exp_avg", "exp_avg_sq")}
@@ -322,8 +323,7 @@ def raise_on_every_rank(
     kind: type[RLBackendError] = CheckpointError,
 ) -> None:
     """A collective over ``group`` (gloo): raises ``kind`` on every rank if any rank has a problem, here from ``cause``."""
-    problems: list[str | None] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(problems, problem, group=group)
+    problems = gather_objects(problem, group)
     found = {rank: text for rank, text in enumerate(problems) if text is not None}
     if found:
         distinct = dict.fromkeys(found.values())

@@ -45,8 +45,6 @@ from rl_backend.contracts.hf_config import weight_blocks as weight_blocks
 from rl_backend.contracts.lora import LORA_FIELD as LORA_FIELD
 from rl_backend.contracts.lora import LoRAConfig as LoRAConfig
 from rl_backend.contracts.lora import LoRAInfo as LoRAInfo
-from rl_backend.contracts.optimizer_config import AdamParams as AdamParams
-from rl_backend.contracts.optimizer_config import OptimizerConfig as OptimizerConfig
 from rl_backend.contracts.replay import IndexedLayers as IndexedLayers
 from rl_backend.contracts.replay import RoutedLayers as RoutedLayers
 from rl_backend.contracts.replay import check_keys as check_keys
@@ -67,8 +65,10 @@ from rl_backend.contracts.result import TenantStep as TenantStep
 from rl_backend.contracts.result import merge_metrics as merge_metrics
 from rl_backend.contracts.runtime_config import BACKEND_CONFIGS as BACKEND_CONFIGS
 from rl_backend.contracts.runtime_config import MODEL_CONFIGS as MODEL_CONFIGS
+from rl_backend.contracts.runtime_config import AdamParams as AdamParams
 from rl_backend.contracts.runtime_config import BackendConfig as BackendConfig
 from rl_backend.contracts.runtime_config import NativeConfig as NativeConfig
+from rl_backend.contracts.runtime_config import OptimizerConfig as OptimizerConfig
 from rl_backend.contracts.runtime_config import ParallelConfig as ParallelConfig
 from rl_backend.contracts.runtime_config import Registry as Registry
 from rl_backend.contracts.runtime_config import RuntimeConfig as RuntimeConfig

@@ -59,10 +59,12 @@ class BaseConfig(BaseModel):
             # From None: pydantic's own error would repeat all of it, with addresses of its documentation.
             raise ConfigError(message, config=cls.__name__, blamed=blamed) from None
         # Only now: whether a field has an effect depends on the others.
-        for name, field in cls.model_fields.items():
-            for effect in field.metadata:
-                if isinstance(effect, HasEffect) and config.is_set(name) and not effect.when(config):
-                    raise ConfigError.of(f"{cls.__name__}.{name}", getattr(config, name), effect.because.format(config))
+        ConfigError.refuse_all(
+            (f"{cls.__name__}.{name}", getattr(config, name), effect.because.format(config))
+            for name, field in cls.model_fields.items()
+            for effect in field.metadata
+            if isinstance(effect, HasEffect) and config.is_set(name) and not effect.when(config)
+        )
         return config
 
     def replace(self, **changes: Any) -> Self:

@@ -1,6 +1,6 @@
 """Errors. Each survives pickling: a Ray caller sees its class, message and details."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from os import PathLike
 from typing import Any, Self
@@ -38,6 +38,12 @@ class ConfigError(RLBackendError):
     def of_all(cls, wrong: Sequence[tuple[str, Any, str]]) -> Self:
         blamed = [(field, f"={value!r}: {expected}") for field, value, expected in wrong]
         return cls("; ".join(field + problem for field, problem in blamed), blamed=blamed, field=wrong[0][0])
+
+    @classmethod
+    def refuse_all(cls, wrong: Iterable[tuple[str, Any, str]]) -> None:
+        """Raises one error for all that is ``wrong``, as (field, value, what is expected); without any nothing happens."""
+        if found := list(wrong):
+            raise cls.of_all(found)
 
     def told(self, name_of: Callable[[str], str], equals: str = "=") -> str:
         """The message with ``name_of(field)`` for each blamed field; ``equals`` stands between a new name and its value."""

@@ -231,8 +231,7 @@ class ChatTemplate:
                 "to none, or use a model whose template does"
             )
             wrong.append(("documents", list(self.documents)[:1], problem))
-        if wrong:
-            raise ConfigError.of_all(wrong)
+        ConfigError.refuse_all(wrong)
         if _CLOCK in read:
             variables[_CLOCK] = _clock(variables.get(_CLOCK), whose)
         return {

@@ -409,12 +409,9 @@ def as_messages(prompt: str | Sequence[ChatMessage], data: DataConfig, where: st
     """The conversation, with the system prompt; None for a text that is continued as it stands."""
     if isinstance(prompt, str):
         if data.text_prompts == "continue":
-            for option in ("system_prompt", "chat_template_kwargs", "tools_file"):
-                if data.is_set(option):
-                    problem = (
-                        f"{where} is text, which is continued as it stands; set text_prompts to message, or leave it out"
-                    )
-                    raise ConfigError.of(option, getattr(data, option), problem)
+            given = [name for name in ("system_prompt", "chat_template_kwargs", "tools_file") if data.is_set(name)]
+            problem = f"{where} is text, which is continued as it stands; set text_prompts to message, or leave it out"
+            ConfigError.refuse_all((name, getattr(data, name), problem) for name in given)
             return None
         prompt = [{"role": "user", "content": prompt}]
     if data.system_prompt is None or any(message["role"] == "system" for message in prompt):

@@ -152,12 +152,12 @@ class DecoderSpec:
         layers = self.layers if self.mtp is None else (*self.layers, self.mtp.layer)
         taken = frozenset[str]().union(*(block.options for layer in layers for block in layer))
         taken |= frozenset() if self.mtp is None else MTP_OPTIONS
-        for name, value in chosen.changed().items():
-            if name not in taken:
-                known = f"it takes {', '.join(sorted(taken))}" if taken else "it takes none"
-                raise ConfigError.of(
-                    f"NativeConfig.model_cfg.{name}", value, f"config.json describes no part that takes it; {known}"
-                )
+        known = f"it takes {', '.join(sorted(taken))}" if taken else "it takes none"
+        ConfigError.refuse_all(
+            (f"NativeConfig.model_cfg.{name}", value, f"config.json describes no part that takes it; {known}")
+            for name, value in chosen.changed().items()
+            if name not in taken
+        )
         if self.mtp is None or chosen.mtp == "keep":
             return self
         return replace(self, mtp=replace(self.mtp, training=chosen.mtp, loss_weight=chosen.mtp_loss_weight))
@@ -234,6 +234,6 @@ class DecoderSpec:
         layers = self.layers if trained is None else (*self.layers, trained.layer)
         for block in dict.fromkeys(block for blocks in zip(*layers, strict=True) for block in blocks):
             block.check_layout(parallel)
-        for name, size in (("ep", parallel.ep), ("etp", parallel.etp)):
-            if size > 1 and not any(self.sparse):
-                raise ConfigError.of(f"ParallelConfig.{name}", size, "this model has no experts; use 1")
+        of_experts = {} if any(self.sparse) else {"ep": parallel.ep, "etp": parallel.etp}
+        problem = "this model has no experts; use 1"
+        ConfigError.refuse_all((f"ParallelConfig.{name}", n, problem) for name, n in of_experts.items() if n > 1)

@@ -31,6 +31,14 @@ def _sum_in_place(x: Tensor, group: dist.ProcessGroup) -> None:
         dist.all_reduce(x, group=group)
 
 
+def gather_objects[T](mine: T, group: dist.ProcessGroup) -> list[T]:
+    """``mine`` of every rank, in their order, pickled on the way. A collective over ``group``."""
+    found = [mine] * group.size()
+    if len(found) > 1:
+        dist.all_gather_object(found, mine, group=group)
+    return found
+
+
 def all_gather(x: Tensor, group: dist.ProcessGroup, *, sum_gradients: bool) -> Tensor:
     """(N, ...) of every rank -> (ranks * N, ...), in the order of the ranks. ``sum_gradients``: what the ranks compute from
     the result differs, so that each has a part of its gradient: the backward pass adds the parts up. Otherwise every rank

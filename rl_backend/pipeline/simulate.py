@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from operator import itemgetter
 from typing import NamedTuple
 
@@ -40,12 +40,13 @@ class Costs:
     communication: float = 0.0
 
     def __post_init__(self) -> None:
-        for field in fields(self):
-            value = getattr(self, field.name)
-            may_be_zero = field.name == "communication"
-            for time in value if isinstance(value, Sequence) else (value,):
-                if not math.isfinite(time) or time < 0 or (time == 0 and not may_be_zero):
-                    raise ConfigError.of(f"Costs.{field.name}", time, f"must be {'0 or more' if may_be_zero else 'above 0'}")
+        expected = {name: "must be 0 or more" if name == "communication" else "must be above 0" for name in vars(self)}
+        ConfigError.refuse_all(
+            (f"Costs.{name}", time, expected[name])
+            for name, value in vars(self).items()
+            for time in (value if isinstance(value, Sequence) else (value,))
+            if not math.isfinite(time) or time < 0 or (time == 0 and name != "communication")
+        )
 
     def of(self, action: Action) -> float:
         """Time of a computation."""
@@ -59,10 +60,11 @@ class Costs:
 
     def require_stages(self, num_stages: int) -> None:
         """Raises :class:`ConfigError` unless times given for each stage are as many as there are stages."""
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if isinstance(value, Sequence) and len(value) != num_stages:
-                raise ConfigError.of(f"Costs.{field.name}", value, f"has {len(value)} times for {num_stages} stages")
+        ConfigError.refuse_all(
+            (f"Costs.{name}", times, f"has {len(times)} times for {num_stages} stages")
+            for name, times in vars(self).items()
+            if isinstance(times, Sequence) and len(times) != num_stages
+        )
 
 
 def end_times(graph: Graph, costs: Costs) -> Mapping[Event, float]:

@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from rl_backend.contracts.lora import LoRAKind
 from rl_backend.lora.modules import AdaptedModule
-from rl_backend.parallel.collectives import sum_over
+from rl_backend.parallel.collectives import gather_objects, sum_over
 from rl_backend.primitive.adapters import HEAD, SumOverRanks
 
 COUPLES = "gradients of a tenant would depend on tokens of the others"
@@ -56,10 +56,7 @@ class Adaptable:
         """
         whole = dict(held)
         for group in gathered_over:
-            found: list[Mapping[str, AdaptedModule]] = [whole] * group.size()
-            if group.size() > 1:
-                dist.all_gather_object(found, whole, group=group)
-            whole = {name: module for part in found for name, module in part.items()}
+            whole = {name: module for part in gather_objects(whole, group) for name, module in part.items()}
         # A tied head has no weight of its own.
         names = dict.fromkeys([*(weight.removesuffix(".weight") for weight in weights), HEAD])
         modules = [whole[name] for name in names if name in whole]

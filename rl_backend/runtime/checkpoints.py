@@ -33,6 +33,7 @@ from rl_backend.checkpoint.training_state import (
     write_training_state,
 )
 from rl_backend.contracts import CheckpointError, ConfigError, ExportInterruptedError, ParallelConfig
+from rl_backend.parallel.collectives import gather_objects
 from rl_backend.parallel.groups import COLLECTIVE_TIMEOUT
 from rl_backend.runtime.handle import GuardedHandle
 
@@ -64,11 +65,9 @@ class CheckpointWriter:
         own = {each: error for each in waited if (error := self._saves[each].exception()) is not None}
         for each in waited:
             del self._saves[each]
-        everywhere: list[list[tuple[str, bool]]] = [[]] * dist.get_world_size(self._group)
         mine = [(_text(error), each in self._heard) for each, error in own.items()]
         self._heard.difference_update(own)
-        dist.all_gather_object(everywhere, mine, group=self._group)
-        unheard = {text for failures in everywhere for text, heard in failures if not heard}
+        unheard = {text for failures in gather_objects(mine, self._group) for text, heard in failures if not heard}
         if unheard:
             raise CheckpointError("; ".join(sorted(unheard))) from next(iter(own.values()), None)
 

@@ -38,7 +38,7 @@ from rl_backend.contracts import (
 from rl_backend.contracts.atoms import ATOMS, Part
 from rl_backend.contracts.lora import LORA_FIELD, LoRAConfig, LoRAInfo
 from rl_backend.contracts.result import BackendInfo, OptimizerState, OptimizerStateInfo
-from rl_backend.lora.factors import each_weight, load_tensors
+from rl_backend.lora.rows import each_weight, load_tensors
 from rl_backend.runtime.backend_info import backend_info, is_bit_exact, optimizer_info, optimizer_state
 from rl_backend.runtime.checkpoints import CheckpointWriter
 from rl_backend.runtime.engine import Engine

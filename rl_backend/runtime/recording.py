@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from rl_backend.contracts import PackedBatch, RoutedLayers
-from rl_backend.parallel.collectives import all_gather
+from rl_backend.parallel.collectives import all_gather, gather_objects
 
 
 def routes_to_replay(batch: PackedBatch, routers: RoutedLayers) -> Tensor:
@@ -77,11 +77,7 @@ def gather_outputs_of_stages(
     here: Mapping[tuple[int, int], Mapping[str, Tensor]], num_micro_batches: int, group: dist.ProcessGroup
 ) -> list[dict[str, Tensor]]:
     """What the ranks of a pipeline have recorded, by micro-batch, in order. A collective over ``group``."""
-    ranks: list[Mapping[tuple[int, int], Mapping[str, Tensor]]] = [here]
-    if group.size() > 1:
-        ranks = [{} for _ in range(group.size())]
-        dist.all_gather_object(ranks, here, group=group)
-    found = {key: outputs for rank in ranks for key, outputs in rank.items()}
+    found = {key: outputs for rank in gather_objects(here, group) for key, outputs in rank.items()}
     gathered: list[dict[str, Tensor]] = [{} for _ in range(num_micro_batches)]
     for micro_batch, stage in sorted(found):
         gathered[micro_batch] |= found[micro_batch, stage]

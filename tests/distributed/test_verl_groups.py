@@ -41,7 +41,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def train_job(model: str, layout: dict[str, int], options: dict[str, Any], exact: bool) -> Run:
-    from adapters.verl.prefix_groups import rows_of_ranks
+    from adapters.verl.trainers import rows_of_ranks
 
     with open_engine(model, layout=layout, exact=exact, **options) as engine:
         found = grouped_rows()

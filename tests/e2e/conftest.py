@@ -183,6 +183,13 @@ def served_tenants(one_rank: TrainGroup, tied_model: Path) -> Iterator[ServedTen
         yield ServedTenants(train, rollout, base, tenants, syncs)
 
 
+@pytest.fixture
+def served(served_tenants: ServedTenants) -> ServedTenants:
+    """As :meth:`ServedTenants.make_ready`."""
+    served_tenants.make_ready()
+    return served_tenants
+
+
 @pytest.fixture(scope="session")
 def deltanet_engines(ray_cluster: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[DeltaNetEngines]:
     """Engines of models with a recurrent state, of which each is started once."""

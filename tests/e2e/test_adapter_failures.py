@@ -26,13 +26,6 @@ from tests.support.served_tenants import CONFIGS, ServedTenants, take_step
 EVERYONE = ["narrow", "middle", "wide", None, "wide", "narrow"]
 
 
-@pytest.fixture
-def served(served_tenants: ServedTenants) -> ServedTenants:
-    """As :meth:`ServedTenants.make_ready`."""
-    served_tenants.make_ready()
-    return served_tenants
-
-
 @contextmanager
 def pushing_all(served: ServedTenants) -> Iterator[None]:
     """Another thread steps and pushes one tenant after the other; raises what it raises."""

@@ -33,13 +33,6 @@ EVERYONE = ["narrow", "middle", "wide", None, "wide", "narrow"]
 """Of each prompt: on both engines several tenants are in one batch."""
 
 
-@pytest.fixture
-def served(served_tenants: ServedTenants) -> ServedTenants:
-    """As :meth:`ServedTenants.make_ready`."""
-    served_tenants.make_ready()
-    return served_tenants
-
-
 @pytest.mark.shows("lora: log-probs of three tenants and the base in one batch are the trainer's after each of five pushes")
 def test_tenants_in_one_batch_are_the_trainers_after_every_push(served: ServedTenants) -> None:
     plain = served.tokens(None)

@@ -16,13 +16,6 @@ from rl_backend.contracts import WeightSyncError
 from tests.support.served_tenants import PROMPTS, ServedTenants
 
 
-@pytest.fixture
-def served(served_tenants: ServedTenants) -> ServedTenants:
-    """As :meth:`ServedTenants.make_ready`."""
-    served_tenants.make_ready()
-    return served_tenants
-
-
 @pytest.mark.shows("lora: an adapter goes through a directory in peft's format as through memory, to the bit")
 def test_an_adapter_goes_through_a_directory(served: ServedTenants, tmp_path: Path) -> None:
     before = served.tokens("wide")

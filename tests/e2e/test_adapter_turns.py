@@ -16,13 +16,6 @@ from tests.support.turns import as_sample, ask, until, until_in_flight
 TURN = 40
 
 
-@pytest.fixture
-def served(served_tenants: ServedTenants) -> ServedTenants:
-    """As :meth:`ServedTenants.make_ready`."""
-    served_tenants.make_ready()
-    return served_tenants
-
-
 @pytest.mark.shows(
     "turns: of LoRA tenants beside each other: each finishes on its version, with the same tokens, whatever is pushed"
 )

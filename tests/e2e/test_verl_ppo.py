@@ -9,8 +9,8 @@ import pyarrow.parquet
 import pytest
 import torch
 
+from examples.verl.options import write_verl_task
 from examples.verl.rl import RLOptions, train
-from examples.verl.task import write_verl_task
 from tests.support import verl_reward
 from tests.support.verl_runs import Metrics, files_of, run_trainer
 

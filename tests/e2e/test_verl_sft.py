@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from examples.verl import sft
-from examples.verl.task import write_verl_task
+from examples.verl.options import write_verl_task
 from tests.support.verl_runs import Metrics, files_of, run_trainer
 
 pytestmark = pytest.mark.skipif(

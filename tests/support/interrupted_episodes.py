@@ -12,7 +12,7 @@ from actors.collect.episodes import EpisodeStream, play_held_out
 from actors.collect.held_out import HeldOutSet
 from actors.rollout.config import SamplingConfig
 from actors.run import run_command
-from actors.run.stop import StopRequest
+from actors.run.run import StopRequest
 from rl_backend.environment import PlayOptions, SteppedPlayer
 from tests.support.chat_templates import CHATML, chat_tokenizer
 from tests.support.hanging_game import HangingGame

@@ -207,12 +207,12 @@ def check_served(config: RolloutConfig, device: str) -> None:
                 model_type=kind,
                 refused=refusal.what,
             )
-    for name in ("linear_num_key_heads", "linear_num_value_heads") if has_deltanet(model) else ():
-        heads, parts = fields.get(name), config.tensor_parallel
-        if isinstance(heads, int) and heads % parts:
-            raise ConfigError.of(
-                "RolloutConfig.tensor_parallel", parts, f"does not divide {name}={heads}; {nearest(parts, divisors(heads))}"
-            )
+    parts, of_deltanet = config.tensor_parallel, ("linear_num_key_heads", "linear_num_value_heads")
+    ConfigError.refuse_all(
+        ("RolloutConfig.tensor_parallel", parts, f"does not divide {name}={heads}; {nearest(parts, divisors(heads))}")
+        for name in (of_deltanet if has_deltanet(model) else ())
+        if isinstance(heads := fields.get(name), int) and heads % parts
+    )
 
 
 _V3: Mapping[str, Any] = {"model_type": "deepseek_v3", "architectures": ["DeepseekV3ForCausalLM"]}

@@ -148,14 +148,14 @@ def require_supported(where: str, config: Any) -> None:
     """Checks the fields of one of verl's configurations, or of a dictionary in one; those that it lacks are unset.
 
     Raises:
-        ConfigError: the first value that is refused.
+        ConfigError: all values that are refused.
     """
     given = config if isinstance(config, Mapping) else vars(config)
-    for name, decision in DECISIONS[where].items():
-        unset = decision.accepts[0]
-        value = given.get(name, unset)
-        if value not in decision.accepts:
-            raise ConfigError.of(f"{where}.{name}", value, f"{decision.reason}; leave it at {unset!r}")
+    ConfigError.refuse_all(
+        (f"{where}.{name}", value, f"{decision.reason}; leave it at {decision.accepts[0]!r}")
+        for name, decision in DECISIONS[where].items()
+        if (value := given.get(name, decision.accepts[0])) not in decision.accepts
+    )
 
 
 def same(value: object, other: object) -> bool:

@@ -230,8 +230,7 @@ def _megatron_settings(options: Mapping[str, Any], adapter_path: str | None, dty
     if include and exclude:
         problem = "read with an empty target_modules only, as in Megatron"
         wrong.append((f"{LORA}.exclude_modules", list(exclude), problem))
-    if wrong:
-        raise ConfigError.of_all(wrong)
+    ConfigError.refuse_all(wrong)
     return LoRASettings(
         LoRAConfig(
             rank=options["rank"],

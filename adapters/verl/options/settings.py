@@ -19,8 +19,14 @@ from adapters.verl.options.decisions import (
     require_supported,
 )
 from adapters.verl.options.lora import LoRASettings, lora_settings
-from adapters.verl.options.megatron import bridge_options, native_options, optimizer_on_host
-from adapters.verl.options.model_facts import ModelFacts, has_experts, text_config
+from adapters.verl.options.megatron import (
+    ModelFacts,
+    bridge_options,
+    has_experts,
+    native_options,
+    optimizer_on_host,
+    text_config,
+)
 from rl_backend.contracts import ConfigError, Head, OptimizerConfig, ParallelConfig, RuntimeConfig
 
 if TYPE_CHECKING:
@@ -186,8 +192,7 @@ def require_engine_config(config: McoreEngineConfig) -> None:
     if _backend(config) == "bridge":
         asked = (config.use_megatron_fsdp, _groups_prefixes(config))
         wrong = [(name, True, problem) for (name, problem), value in zip(_ON_NATIVE.items(), asked, strict=True) if value]
-        if wrong:
-            raise ConfigError.of_all(wrong)
+        ConfigError.refuse_all(wrong)
 
 
 def require_contents(field: str, contents: frozenset[str], *, sharded: bool) -> None:
@@ -230,8 +235,7 @@ def _require_checkpoint_config(config: CheckpointConfig, lora: LoRASettings | No
     if lora is not None and set(config.load_contents) == {"hf_model"}:
         problem = "an adapter cannot be read from the merged model; name 'model' for the adapter, or the training state"
         wrong.append(("checkpoint.load_contents", list(config.load_contents), problem))
-    if wrong:
-        raise ConfigError.of_all(wrong)
+    ConfigError.refuse_all(wrong)
 
 
 def _backend(engine: McoreEngineConfig) -> str:

@@ -115,8 +115,7 @@ class RewardScorer:
         elif concurrency is not None and len(plain) == len(rewards):
             problem = f"{names}: not asynchronous (async def); set reward_workers instead"
             unused = [("reward_concurrency", concurrency, problem)]
-        if unused:
-            raise ConfigError.of_all(unused)
+        ConfigError.refuse_all(unused)
         here = workers == 1 and not processes and timeout_seconds is None
         self._here = plain if here else []
         self._there = [index for index in range(len(rewards)) if index not in self._here]
@@ -425,11 +424,8 @@ class RewardConfig(BaseConfig):
             raise ConfigError.of(
                 _FUNCTIONS, given, "expected a function, several, or name -> function or {function, weight}"
             )
-        for name in given:
-            if not re.fullmatch(r"\w[\w.-]*", str(name)):
-                raise ConfigError.of(
-                    _FUNCTIONS, name, "a name has letters, digits, _, . and -, because metrics are named by it"
-                )
+        problem = "a name has letters, digits, _, . and -, because metrics are named by it"
+        ConfigError.refuse_all((_FUNCTIONS, name, problem) for name in given if not re.fullmatch(r"\w[\w.-]*", str(name)))
         return {name: {"function": each} if isinstance(each, str) else each for name, each in given.items()}
 
     @model_validator(mode="after")

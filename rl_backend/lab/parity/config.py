@@ -65,9 +65,8 @@ class ParitySide(BaseConfig):
             if given:
                 raise ConfigError(f"transformers runs on one rank, and takes attn_implementation only; leave out {given}")
         else:
-            for name, instead in _NO_OPTIONS.items():
-                if name in self.options:
-                    raise ConfigError.of(f"options[{name!r}]", self.options[name], instead)
+            twice = {name: self.options[name] for name in _NO_OPTIONS if name in self.options}
+            ConfigError.refuse_all((f"options[{name!r}]", value, _NO_OPTIONS[name]) for name, value in twice.items())
             self.parallel.data_parallel_size(self.world_size)
         return self
 
@@ -149,8 +148,7 @@ class ParityConfig(BaseConfig):
             if side.runtime == "bridge" and vpp > 1 and not own_groups and micro_batches % pp:
                 problem = f"Megatron's interleaved schedule of the {name} (pp={pp}, vpp={vpp}) takes a multiple of {pp}"
                 wrong.append(("ParityConfig.num_micro_batches", micro_batches, problem))
-        if wrong:
-            raise ConfigError.of_all(wrong)
+        ConfigError.refuse_all(wrong)
         return self
 
     @property

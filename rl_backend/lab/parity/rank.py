@@ -10,21 +10,52 @@ import json
 import os
 import sys
 import traceback
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from rl_backend.algorithm import sft_loss
 from rl_backend.checkpoint.hf_reader import read_hf_config
-from rl_backend.contracts import ConfigError, ModelHandle, PackedBatch, RLBackendError, UnsupportedError
+from rl_backend.contracts import ConfigError, ModelHandle, RLBackendError, UnsupportedError
 from rl_backend.data import pack_plan
 from rl_backend.lab.parity.compare import NamedTensors, RankRecord, package_versions
 from rl_backend.lab.parity.config import TRANSFORMERS, ParityConfig, ParitySide, make_sequences, plan_batch, start_of
 from rl_backend.parallel.groups import join_default_group, leave_default_group, training_device
-from rl_backend.runtime import Runtime, create_runtime
+from rl_backend.runtime import create_runtime
+
+
+class Trainer(Protocol):
+    """One rank of a side, with its share of the batch. Calls are collectives over the ranks of the side."""
+
+    data_parallel_rank: int
+    is_source: bool
+
+    def weights(self) -> NamedTensors:
+        """On the host, by their Hugging Face names; of an adapter those of the base too. Empty on other ranks than 0."""
+
+    def activations(self) -> Sequence[NamedTensors]: ...
+
+    def forward_backward(self) -> tuple[float, Sequence[Tensor]]:
+        """Loss of all micro-batches, and log-probs by sequence."""
+
+    def gradients(self) -> NamedTensors:
+        """Of the last pass, as :meth:`weights`."""
+
+    def optimizer_step(self) -> float:
+        """The norm before clipping."""
+
+    def save(self, state: Path) -> None:
+        """What :data:`Open` starts from."""
+
+    def close(self) -> None: ...
+
+
+type Open = Callable[..., Trainer]
+"""``(config, side, state=None, *, otherwise=False)``: at the model of ``config``, or at a saved ``state``; ``otherwise`` in
+an order that changes only rounding."""
 
 
 def main(config_file: str, role: str, output: str, states: str = "") -> int:
@@ -33,22 +64,12 @@ def main(config_file: str, role: str, output: str, states: str = "") -> int:
         config = ParityConfig.model_validate_json(Path(config_file).read_text())
         torch.set_num_threads(config.threads)
         side = config.side("reference" if role in ("reference", "again") else "candidate")
-        rank = int(os.environ.get("RANK", "0"))
-        if side.runtime == TRANSFORMERS:
-            from rl_backend.lab.parity import transformers_side
-
-            if role == "again":
-                record = transformers_side.record_again(config, side, Path(states))
-            elif role == "alone":
-                record = transformers_side.record_alone(config, side, Path(states))
-            else:
-                record = transformers_side.record_transformers(config, side)
-        elif role == "again":
+        if role == "again":
             record = record_again(config, side, Path(states))
         elif role == "alone":
             record = record_alone(config, side, Path(states))
         else:
-            record = record_runtime(config, side, rank)
+            record = record_training(config, side)
         record.save(Path(output))
     except Exception as error:  # noqa: BLE001 - the process that started this one shows it
         known = isinstance(error, RLBackendError)
@@ -63,124 +84,127 @@ def main(config_file: str, role: str, output: str, states: str = "") -> int:
     return 0
 
 
-def record_runtime(config: ParityConfig, side: ParitySide, rank: int) -> RankRecord:
-    """Trains with a registered runtime, through its atoms alone; a collective over the ranks of the side."""
-    # After an error the runtime stays open: closing may wait for other ranks, and the error must get out first.
-    runtime, handle = _build(config, side)
-    share = _share(config, handle)
-    is_source = runtime.is_mp_src_rank_with_outputs(handle)
-    keep = rank == 0
-    loaded = _on_host(_weights(runtime, handle), keep=keep)
-    activations: list[NamedTensors] = []
-    for batch, recorded in zip(share, runtime.activations(handle, share), strict=False):
-        split = {path: batch.split(tensor) for path, tensor in recorded.items()}
-        activations += [{path: parts[index] for path, parts in split.items()} for index in range(batch.num_sequences)]
-    losses, norms = [], []
-    log_probs: Sequence[Tensor] = ()
-    gradients, weights = {}, {}
-    for step in range(config.steps):
-        with runtime.train_mode(handle):
-            runtime.zero_grad(handle)
-            result = runtime.forward_backward(handle, share, sft_loss)
-        losses.append(result.loss)
-        if step == 0:
-            log_probs = [part.to("cpu", torch.float32) for part in result.output("log_probs")] if is_source else ()
-            gradients = _on_host(runtime.export_gradients(handle), keep=keep)
-        norms.append(runtime.optimizer_step(handle).grad_norm)
-        if step == 0:
-            weights = _on_host(_weights(runtime, handle), keep=keep)
-        runtime.lr_scheduler_step(handle)
-    runtime.close()
-    return RankRecord(
-        data_parallel_rank=handle.data_parallel_rank,
-        is_source=is_source,
-        activations=activations,
-        log_probs=log_probs,
-        losses=losses,
-        grad_norms=norms,
-        loaded_weights=loaded,
-        gradients=gradients,
-        weights=weights,
-        versions=package_versions(),
-    )
+def opener(side: ParitySide) -> Open:
+    if side.runtime != TRANSFORMERS:
+        return RuntimeTrainer
+    from rl_backend.lab.parity.transformers_side import open_trainer
+
+    return open_trainer
+
+
+def record_training(config: ParityConfig, side: ParitySide) -> RankRecord:
+    """Trains, and records all that is compared of the first step, and the loss and gradient norm of each."""
+    # After an error the trainer stays open: closing may wait for other ranks, and the error must get out first.
+    trainer = opener(side)(config, side)
+    loaded, activations = trainer.weights(), trainer.activations()
+    loss, log_probs = trainer.forward_backward()
+    gradients = trainer.gradients()
+    losses, norms = [loss], [trainer.optimizer_step()]
+    weights = trainer.weights()
+    for _ in range(1, config.steps):
+        losses.append(trainer.forward_backward()[0])
+        norms.append(trainer.optimizer_step())
+    trainer.close()
+    rank, is_source = trainer.data_parallel_rank, trainer.is_source
+    numbers = (activations, log_probs, losses, norms)
+    return RankRecord(rank, is_source, *numbers, loaded, gradients, weights, package_versions())
 
 
 def record_again(config: ParityConfig, side: ParitySide, states: Path) -> RankRecord:
-    """Trains in other micro-batches, and writes what the model has before each step but the first."""
-    runtime, handle = _build(config, side)
-    share = _share(config, handle, otherwise=True)
+    """Trains in another order, and writes what the model has before each step but the first."""
+    trainer = opener(side)(config, side, otherwise=True)
     losses, norms = [], []
     for step in range(config.steps):
-        if step and config.lora is None:
-            runtime.save_checkpoint(handle, states / str(step), hf=True)
-        elif step:
-            factors = {name: tensor.cpu() for name, tensor in runtime.export_lora_adapter(handle)}
-            if os.environ.get("RANK", "0") == "0":
-                torch.save(factors, states / str(step))
-        loss, norm = _step(runtime, handle, share)
-        losses.append(loss)
-        norms.append(norm)
-        runtime.lr_scheduler_step(handle)
-    is_source = runtime.is_mp_src_rank_with_outputs(handle)
-    runtime.close()
-    return RankRecord(handle.data_parallel_rank, is_source, (), (), losses, norms)
+        if step:
+            trainer.save(states / str(step))
+        losses.append(trainer.forward_backward()[0])
+        norms.append(trainer.optimizer_step())
+    trainer.close()
+    return RankRecord(trainer.data_parallel_rank, trainer.is_source, (), (), losses, norms)
 
 
 def record_alone(config: ParityConfig, side: ParitySide, states: Path) -> RankRecord:
     """Takes each step but the first from what the reference had before it."""
-    # Kept for all runtimes: ranks meet once.
+    # Kept for all trainers: ranks meet once.
     join_default_group(training_device(config.device))
     losses, norms = [], []
     for step in range(1, config.steps):
-        runtime, handle = _build(config, side, states / str(step))
-        loss, norm = _step(runtime, handle, _share(config, handle))
-        losses.append(loss)
-        norms.append(norm)
-        is_source = runtime.is_mp_src_rank_with_outputs(handle)
-        runtime.close()
-        rank = handle.data_parallel_rank
-        del runtime, handle
+        trainer = opener(side)(config, side, states / str(step))
+        losses.append(trainer.forward_backward()[0])
+        norms.append(trainer.optimizer_step())
+        trainer.close()
+        rank, is_source = trainer.data_parallel_rank, trainer.is_source
+        del trainer
         gc.collect()
     leave_default_group()
     return RankRecord(rank, is_source, (), (), losses, norms)
 
 
-def _build(config: ParityConfig, side: ParitySide, state: Path | None = None) -> tuple[Runtime[Any], ModelHandle]:
-    at_state = config if state is None or config.lora is not None else config.replace(model=str(state))
-    runtime = create_runtime(at_state.runtime_config(side))
-    handle: ModelHandle = runtime.build_model(trainable=config.lora is None)
-    if config.lora is not None:
-        handle = runtime.create_lora_adapter(handle, config.lora, name="parity")
-        if state is None:
-            shapes = {name: tensor.shape for name, tensor in runtime.export_lora_adapter(handle)}
-            factors = {name: start_of(name, shape, config.seed) for name, shape in shapes.items()}
-        else:
-            factors = torch.load(state, weights_only=True)
-        runtime.import_lora_adapter(handle, factors)
-    return runtime, handle
+class RuntimeTrainer:
+    """A :class:`Trainer` of a registered runtime, by its atoms alone."""
+
+    def __init__(
+        self, config: ParityConfig, side: ParitySide, state: Path | None = None, *, otherwise: bool = False
+    ) -> None:
+        whole = state is not None and config.lora is None
+        self._runtime = create_runtime((config.replace(model=str(state)) if whole else config).runtime_config(side))
+        handle: ModelHandle = self._runtime.build_model(trainable=config.lora is None)
+        if config.lora is not None:
+            handle = self._runtime.create_lora_adapter(handle, config.lora, name="parity")
+            if state is None:
+                shapes = {name: tensor.shape for name, tensor in self._runtime.export_lora_adapter(handle)}
+                factors = {name: start_of(name, shape, config.seed) for name, shape in shapes.items()}
+            else:
+                factors = torch.load(state, weights_only=True)
+            self._runtime.import_lora_adapter(handle, factors)
+        self._handle = handle
+        self.data_parallel_rank = handle.data_parallel_rank
+        self.is_source = self._runtime.is_mp_src_rank_with_outputs(handle)
+        sequences = make_sequences(config, read_hf_config(config.model))
+        plan = plan_batch(config, handle.data_parallel_size, otherwise=otherwise)
+        self._share = pack_plan(sequences, plan)[handle.data_parallel_rank]
+
+    def weights(self) -> dict[str, Tensor]:
+        handle = self._handle
+        whole: Iterator[tuple[str, Tensor]] = self._runtime.export_weights(handle.base or handle, dtype=torch.float32)
+        factors = () if handle.base is None else self._runtime.export_lora_adapter(handle)
+        return _on_host(itertools.chain(whole, factors))
+
+    def activations(self) -> list[NamedTensors]:
+        found: list[NamedTensors] = []
+        for batch, recorded in zip(self._share, self._runtime.activations(self._handle, self._share), strict=False):
+            split = {path: batch.split(tensor) for path, tensor in recorded.items()}
+            found += [{path: parts[index] for path, parts in split.items()} for index in range(batch.num_sequences)]
+        return found
+
+    def forward_backward(self) -> tuple[float, Sequence[Tensor]]:
+        with self._runtime.train_mode(self._handle):
+            self._runtime.zero_grad(self._handle)
+            result = self._runtime.forward_backward(self._handle, self._share, sft_loss)
+        log_probs = result.output("log_probs") if self.is_source else ()
+        return result.loss, [part.to("cpu", torch.float32) for part in log_probs]
+
+    def gradients(self) -> dict[str, Tensor]:
+        return _on_host(self._runtime.export_gradients(self._handle))
+
+    def optimizer_step(self) -> float:
+        norm = self._runtime.optimizer_step(self._handle).grad_norm
+        self._runtime.lr_scheduler_step(self._handle)
+        return norm
+
+    def save(self, state: Path) -> None:
+        if self._handle.base is None:
+            self._runtime.save_checkpoint(self._handle, state, hf=True)
+        elif factors := _on_host(self._runtime.export_lora_adapter(self._handle)):
+            torch.save(factors, state)
+
+    def close(self) -> None:
+        self._runtime.close()
 
 
-def _share(config: ParityConfig, handle: ModelHandle, *, otherwise: bool = False) -> list[PackedBatch]:
-    sequences = make_sequences(config, read_hf_config(config.model))
-    plan = plan_batch(config, handle.data_parallel_size, otherwise=otherwise)
-    return pack_plan(sequences, plan)[handle.data_parallel_rank]
-
-
-def _step(runtime: Runtime[Any], handle: ModelHandle, share: Sequence[PackedBatch]) -> tuple[float, float]:
-    """Loss and gradient norm."""
-    with runtime.train_mode(handle):
-        runtime.zero_grad(handle)
-        result = runtime.forward_backward(handle, share, sft_loss)
-    return result.loss, runtime.optimizer_step(handle).grad_norm
-
-
-def _weights(runtime: Runtime[Any], handle: ModelHandle) -> Iterator[tuple[str, Tensor]]:
-    whole = runtime.export_weights(handle.base or handle, dtype=torch.float32)
-    return itertools.chain(whole, runtime.export_lora_adapter(handle)) if handle.base is not None else whole
-
-
-def _on_host(stream: Iterable[tuple[str, Tensor]], *, keep: bool) -> dict[str, Tensor]:
+def _on_host(stream: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
     # Ranks that keep nothing take part in the collectives all the same.
+    keep = os.environ.get("RANK", "0") == "0"
     return {name: tensor.detach().to("cpu", torch.float32, copy=True) for name, tensor in stream if keep}
 
 

@@ -18,7 +18,6 @@ from rl_backend.checkpoint.kept_weights import find_kept
 from rl_backend.contracts import ConfigError, ModelOutput, OptimizerConfig, PackedBatch, TensorInfo
 from rl_backend.contracts.lora import PEFT_PREFIX, LoRAConfig, LoRAKind
 from rl_backend.data import pack_plan
-from rl_backend.lab.parity.compare import RankRecord, package_versions
 from rl_backend.lab.parity.config import ParityConfig, ParitySide, make_sequences, plan_batch, start_of
 from rl_backend.model import model_kept_prefixes
 from rl_backend.runtime.recording import record_outputs
@@ -39,9 +38,11 @@ def add_peft_adapter(
     from peft import inject_adapter_in_model
 
     kinds = _kinds(model)
-    for target in config.targets:
-        if not any(config.replace(targets=(target,)).selects(name, kind) for name, kind in kinds.items()):
-            raise ConfigError.of("LoRAConfig.targets", target, "no module of transformers' model; compare two runtimes")
+    ConfigError.refuse_all(
+        ("LoRAConfig.targets", target, "no module of transformers' model; compare two runtimes")
+        for target in config.targets
+        if not any(config.replace(targets=(target,)).selects(name, kind) for name, kind in kinds.items())
+    )
     modules = [name for name, kind in kinds.items() if config.selects(name, kind)]
     inject_adapter_in_model(
         PeftConfig(
@@ -77,69 +78,31 @@ def _kinds(model: PreTrainedModel) -> dict[str, LoRAKind]:
     return found
 
 
-def record_transformers(config: ParityConfig, side: ParitySide) -> RankRecord:
-    trainer, batches = _open(config, side, config.model)
-    loaded = trainer.weights()
-    activations = trainer.activations(batches)
-    loss, log_probs = trainer.forward_backward(batches)
-    gradients = trainer.stored_names(trainer.gradients())
-    losses, norms = [loss], [trainer.optimizer_step()]
-    weights = trainer.weights()
-    for _ in range(1, config.steps):
-        losses.append(trainer.forward_backward(batches)[0])
-        norms.append(trainer.optimizer_step())
-    return RankRecord(0, True, activations, log_probs, losses, norms, loaded, gradients, weights, package_versions())
-
-
-def record_again(config: ParityConfig, side: ParitySide, states: Path) -> RankRecord:
-    """Trains with the other attention and sequences in another order; else as :func:`.rank.record_again`."""
-    eager = side.options.get("attn_implementation") == "eager"
-    options = {"attn_implementation": "sdpa" if eager else "eager"}
-    trainer, batches = _open(config, side.replace(options=options), config.model, otherwise=True)
-    losses, norms = [], []
-    for step in range(config.steps):
-        if step and config.lora is None:
-            weights = trainer.weights()
-            infos = [TensorInfo.of(name, tensor.shape, tensor.dtype) for name, tensor in weights.items()]
-            reader = HFReader(config.model)
-            kept = find_kept(reader, model_kept_prefixes(reader.config), weights)
-            write_hf_directory(states / str(step), infos, iter(weights.items()), config.model, kept=kept)
-        elif step:
-            torch.save(trainer.stored_names(trainer.masters), states / str(step))
-        losses.append(trainer.forward_backward(batches)[0])
-        norms.append(trainer.optimizer_step())
-    return RankRecord(0, True, (), (), losses, norms)
-
-
-def record_alone(config: ParityConfig, side: ParitySide, states: Path) -> RankRecord:
-    """As :func:`rl_backend.lab.parity.rank.record_alone`."""
-    losses, norms = [], []
-    for step in range(1, config.steps):
-        state = states / str(step)
-        trainer, batches = _open(config, side, config.model if config.lora else str(state))
-        if config.lora is not None:
-            trainer.start_from(torch.load(state, weights_only=True))
-        losses.append(trainer.forward_backward(batches)[0])
-        norms.append(trainer.optimizer_step())
-    return RankRecord(0, True, (), (), losses, norms)
-
-
-def _open(
-    config: ParityConfig, side: ParitySide, model: str, *, otherwise: bool = False
-) -> tuple["_Trainer", list[PackedBatch]]:
+def open_trainer(
+    config: ParityConfig, side: ParitySide, state: Path | None = None, *, otherwise: bool = False
+) -> "_Trainer":
+    """A :class:`~rl_backend.lab.parity.rank.Trainer`; ``otherwise`` takes the other attention too."""
     torch.manual_seed(config.seed)
-    use_cuda = config.device != "cpu" and torch.cuda.is_available()
-    trainer = _Trainer(config.replace(model=model), side, torch.device("cuda" if use_cuda else "cpu"))
+    if otherwise:
+        eager = side.options.get("attn_implementation") == "eager"
+        side = side.replace(options={"attn_implementation": "sdpa" if eager else "eager"})
+    device = torch.device("cuda" if config.device != "cpu" and torch.cuda.is_available() else "cpu")
     sequences = make_sequences(config, read_hf_config(config.model))
     (batches,) = pack_plan(sequences, plan_batch(config, 1, otherwise=otherwise))
-    return trainer, [batch.to(trainer.device) for batch in batches]
+    whole = state is not None and config.lora is None
+    trainer = _Trainer(config.replace(model=str(state)) if whole else config, side, [each.to(device) for each in batches])
+    if state is not None and config.lora is not None:
+        trainer.start_from(torch.load(state, weights_only=True))
+    return trainer
 
 
 class _Trainer:
     """A model in the dtype of the comparison, with float32 masters for AdamW."""
 
-    def __init__(self, config: ParityConfig, side: ParitySide, device: torch.device) -> None:
-        self.device = device
+    data_parallel_rank, is_source = 0, True
+
+    def __init__(self, config: ParityConfig, side: ParitySide, batches: Sequence[PackedBatch]) -> None:
+        self.batches, self.path, device = batches, config.model, batches[0].input_ids.device
         self.config = config.optimizer
         self.model = _load(config.model, getattr(torch, config.dtype), device, side.options)
         loaded = _load(config.model, torch.float32, device, {})
@@ -163,12 +126,12 @@ class _Trainer:
             _decay_groups(self.masters, self.config), lr=self.config.lr, betas=self.config.betas, eps=self.config.eps
         )
 
-    def activations(self, batches: Sequence[PackedBatch]) -> list[dict[str, Tensor]]:
+    def activations(self) -> list[dict[str, Tensor]]:
         hf_names = {name: (stored,) for name, stored in self.hf_names.items()}
         hidden_size = self.model.config.get_text_config().hidden_size
         recorded = []
         self.model.eval()
-        for batch in batches:
+        for batch in self.batches:
             for sequence in batch.split(batch.input_ids):
                 with torch.no_grad(), record_outputs(self.model, hf_names, hidden_size) as outputs:
                     self.model(sequence[None], use_cache=False)
@@ -176,14 +139,13 @@ class _Trainer:
                 recorded.append({path: output for path, output in flat.items() if len(output) == len(sequence)})
         return recorded
 
-    def forward_backward(self, batches: Sequence[PackedBatch]) -> tuple[float, list[Tensor]]:
-        """Loss of all micro-batches, and log-probs by sequence."""
+    def forward_backward(self) -> tuple[float, list[Tensor]]:
         self.model.train()
         total, outputs = 0.0, []
         for master in self.masters.values():
             master.grad = torch.zeros_like(master)
-        gradients = self.gradients()
-        for batch in batches:
+        gradients = self._gradients()
+        for batch in self.batches:
             log_probs = [self._log_probs(sequence) for sequence in batch.split(batch.input_ids)]
             loss, _ = sft_loss(ModelOutput(log_probs=torch.cat(log_probs)), batch)
             loss.backward()
@@ -196,11 +158,13 @@ class _Trainer:
         return total, outputs
 
     def gradients(self) -> dict[str, Tensor]:
+        return self.stored_names(self._gradients())
+
+    def _gradients(self) -> dict[str, Tensor]:
         return {name: master.grad for name, master in self.masters.items() if master.grad is not None}
 
     def optimizer_step(self) -> float:
-        """Clips, steps, and returns the norm before clipping."""
-        gradients = self.gradients().values()
+        gradients = self._gradients().values()
         norm = math.sqrt(sum(float(gradient.double().square().sum()) for gradient in gradients))
         whole = torch.tensor(norm, dtype=torch.float64)
         torch.nn.utils.clip_grads_with_norm_(self.masters.values(), self.config.clip_grad, whole, foreach=False)
@@ -209,6 +173,18 @@ class _Trainer:
             for name, parameter in self.trained.items():
                 parameter.copy_(self.masters[name])
         return norm
+
+    def save(self, state: Path) -> None:
+        if self.frozen:
+            torch.save(self.stored_names(self.masters), state)
+            return
+        weights, reader = self.weights(), HFReader(self.path)
+        infos = [TensorInfo.of(name, tensor.shape, tensor.dtype) for name, tensor in weights.items()]
+        kept = find_kept(reader, model_kept_prefixes(reader.config), weights)
+        write_hf_directory(state, infos, iter(weights.items()), self.path, kept=kept)
+
+    def close(self) -> None:
+        """Frees nothing that the end of the process does not."""
 
     def start_from(self, factors: Mapping[str, Tensor]) -> None:
         """Takes an adapter's factors."""

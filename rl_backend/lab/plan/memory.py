@@ -143,8 +143,7 @@ class Workload(BaseConfig):
         if self.prompt_length >= length:
             problem = f"leaves no token of sequence_length={length} to train; use less"
             wrong.append(("Workload.prompt_length", self.prompt_length, problem))
-        if wrong:
-            raise ConfigError.of_all(wrong)
+        ConfigError.refuse_all(wrong)
         return self
 
     def micro_batch(self, *, shares_prompts: bool = False) -> PackedBatch:

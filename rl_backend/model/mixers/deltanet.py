@@ -181,9 +181,8 @@ class GatedDeltaNet(Mixer):
             f"its kernels have no param_dtype={config.param_dtype!r}; set 'bfloat16'": config.param_dtype != "bfloat16",
             f"it does not say what ParallelConfig.cp={groups.parallel.cp} ranks tell each other": groups.parallel.cp > 1,
         }
-        for problem, is_there in problems.items():
-            if is_there:
-                raise ConfigError.of(_KERNEL, "fla", f"{problem}; or use 'torch'")
+        wrong = [problem for problem, is_there in problems.items() if is_there]
+        ConfigError.refuse_all((_KERNEL, "fla", f"{problem}; or use 'torch'") for problem in wrong)
 
     def split(self, groups: ParallelGroups) -> None:
         if groups.cp_group.size() > 1:

@@ -191,14 +191,12 @@ class MLASpec(MixerSpec):
     def check_layout(self, parallel: ParallelConfig) -> None:
         require_divided("tp", parallel.tp, "num_attention_heads", self.num_heads)
         training = "frozen" if self.keys is None else self.keys.training
-        for name, ranks in (("tp", parallel.tp), ("cp", parallel.cp)):
-            if training != "frozen" and ranks > 1:
-                raise ConfigError.of(
-                    f"ParallelConfig.{name}",
-                    ranks,
-                    f"model_cfg.indexer={training!r} needs all heads and keys on one rank, here there would be "
-                    f"1 / {ranks} of them; use {name}=1, or indexer='frozen'",
-                )
+        needs = f"model_cfg.indexer={training!r} needs all heads and keys on one rank"
+        ConfigError.refuse_all(
+            (f"ParallelConfig.{name}", ranks, f"{needs}; use 1, or indexer='frozen'")
+            for name, ranks in (("tp", parallel.tp), ("cp", parallel.cp))
+            if training != "frozen" and ranks > 1
+        )
 
 
 class LatentAttention(Mixer):

@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 from packaging.version import Version
 
 from rl_backend.checkpoint.hf_reader import read_hf_config
-from rl_backend.contracts import RuntimeConfig, UnsupportedError, text_config
+from rl_backend.contracts import ConfigError, RuntimeConfig, UnsupportedError, text_config
 from rl_backend.model.blocks import divisors, nearest
-from rl_backend.runtime.bridge.config import BridgeConfig, refuse_all
+from rl_backend.runtime.bridge.config import BridgeConfig
 
 UNEVEN_STAGES = (
     "num_layers_in_first_pipeline_stage",
@@ -86,7 +86,7 @@ def check_config(config: RuntimeConfig) -> None:
 
 def require_layout(options: BridgeConfig, sizes: LayerSizes, *, transformer_engine: bool) -> None:
     """Raises one :class:`ConfigError` for all sizes of a layout that Megatron cannot make of a model."""
-    refuse_all(
+    ConfigError.refuse_all(
         (f"BridgeConfig.parallel.{size}", getattr(options.parallel, size), problem)
         for size, problem in _layout_problems(options, sizes, transformer_engine)
     )

@@ -1,7 +1,7 @@
 """Options of the bridge runtime: Megatron-Core through Megatron-Bridge. Megatron is not imported."""
 
 import math
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Annotated, Any, Literal, NamedTuple, Self
 
 from pydantic import Field, model_validator
@@ -147,13 +147,6 @@ OPTIMIZER = Overrides(
 """Of Megatron's ``OptimizerConfig``."""
 
 
-def refuse_all(problems: Iterable[tuple[str, Any, str]]) -> None:
-    """Raises one :class:`ConfigError` that names every field, its value and what is wrong with it, if there are any."""
-    blamed = [(field, f"={value!r}: {problem}") for field, value, problem in problems]
-    if blamed:
-        raise ConfigError("; ".join(field + problem for field, problem in blamed), blamed=blamed)
-
-
 def _ignored_or_fixed(field: str, values: Mapping[str, Any], overrides: Overrides) -> Iterator[tuple[str, Any, str]]:
     """Fields that may not be set, or that Megatron would ignore beside the others."""
     for name, value in values.items():
@@ -263,7 +256,7 @@ class BridgeConfig(BackendConfig):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        refuse_all(self._problems())
+        ConfigError.refuse_all(self._problems())
         return self
 
     def _problems(self) -> Iterator[tuple[str, Any, str]]:

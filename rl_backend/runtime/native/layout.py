@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from rl_backend.checkpoint.hf_reader import HFReader, read_hf_config
@@ -23,6 +22,7 @@ from rl_backend.contracts import (
 )
 from rl_backend.model import BuildSettings, ModelFamily, ModelStage, find_model
 from rl_backend.model.decoder_spec import DecoderSpec
+from rl_backend.parallel.collectives import gather_objects
 from rl_backend.parallel.groups import ParallelGroups
 from rl_backend.parallel.shards import ShardLayout, layout_of
 from rl_backend.pipeline.catalog import Algorithm, require_stages
@@ -209,15 +209,9 @@ def _check_compiled(family: ModelFamily, native: NativeConfig, *, splits_backwar
 
 
 def _require_one(family: ModelFamily, parallel: ParallelConfig, names: Iterable[str], missing: str) -> None:
-    for name in names:
-        size = getattr(parallel, name)
-        if size != 1:
-            raise ConfigError.of(
-                f"ParallelConfig.{name}",
-                size,
-                f"model family {family.name!r} is not laid out like that; use 1, or do it in its parallelize and build, and "
-                f"say so with ModelFamily.{missing}",
-            )
+    instead = f"use 1, or do it in its parallelize and build, and say so with ModelFamily.{missing}"
+    problem, sizes = f"model family {family.name!r} is not laid out like that; {instead}", parallel.model_dump()
+    ConfigError.refuse_all((f"ParallelConfig.{name}", sizes[name], problem) for name in names if sizes[name] != 1)
 
 
 class TensorLayout(NamedTuple):
@@ -249,8 +243,4 @@ def model_layouts(
                 "over all of them, as copies where it is not cut, so that every rank knows where it is",
                 parameter=name,
             )
-    if groups.pp_group.size() == 1:
-        return layouts
-    stages: list[dict[str, TensorLayout]] = [{} for _ in range(groups.pp_group.size())]
-    dist.all_gather_object(stages, layouts, group=groups.pp_group)
-    return {name: layout for stage in stages for name, layout in stage.items()}
+    return {name: layout for stage in gather_objects(layouts, groups.pp_group) for name, layout in stage.items()}

@@ -26,9 +26,16 @@ from rl_backend.contracts import (
 )
 from rl_backend.contracts.atoms import Atom, Needs
 from rl_backend.contracts.lora import PEFT_PREFIX, LoRAConfig, part_name
-from rl_backend.lora.factors import WholeTensors, merged_weights, whole_tensors
 from rl_backend.lora.modules import modules_of_rank, require_trainable, select_modules
-from rl_backend.lora.rows import RowTensor, TenantRows, factors_of_rank, head_parameters
+from rl_backend.lora.rows import (
+    RowTensor,
+    TenantRows,
+    WholeTensors,
+    factors_of_rank,
+    head_parameters,
+    merged_weights,
+    whole_tensors,
+)
 from rl_backend.runtime.adaptable import RowGroups
 from rl_backend.runtime.engine import Engine
 from rl_backend.runtime.export_stream import WeightStream, require_known_names

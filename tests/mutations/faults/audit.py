@@ -107,7 +107,7 @@ FAULTS = [
     ),
     Fault(
         "tied-copies-not-filled-by-a-load",
-        "rl_backend.runtime.native.checkpoints:_fill_copies",
+        "rl_backend.runtime.native.engine:_fill_copies",
         "local.copy_(held[kind, original])",
         "pass",
         ("test_a_tied_head_in_a_stage_of_its_own_is_loaded_with_its_embeddings",),

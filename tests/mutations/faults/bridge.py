@@ -347,7 +347,7 @@ FAULTS = [
     ),
     Fault(
         "copies-are-sent-by-the-first-rank-of-the-bridge",
-        "rl_backend.runtime.bridge.engine.parts:find_parts",
+        "rl_backend.runtime.bridge.engine.sharding:find_parts",
         "chosen = iter(choose_senders(flat))",
         "chosen = iter(ranks[0] for _, ranks in flat)",
         ("test_ranks_send_what_they_hold",),
@@ -355,7 +355,7 @@ FAULTS = [
     ),
     Fault(
         "rectangles-in-the-dtype-of-the-parameters",
-        "rl_backend.runtime.bridge.engine.parts:export_parts",
+        "rl_backend.runtime.bridge.engine.sharding:export_parts",
         "held[info.name][rectangle].to(dtypes[info.name])",
         "held[info.name][rectangle]",
         ("test_ranks_send_what_they_hold",),
@@ -363,7 +363,7 @@ FAULTS = [
     ),
     Fault(
         "every-rank-sends-what-it-holds",
-        "rl_backend.runtime.bridge.engine.parts:export_parts",
+        "rl_backend.runtime.bridge.engine.sharding:export_parts",
         "if sender == rank:",
         "if rectangle in held[info.name]:",
         ("test_ranks_send_what_they_hold",),

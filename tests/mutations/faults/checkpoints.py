@@ -270,7 +270,7 @@ FAULTS = [
     ),
     Fault(
         "verl-checkpoint-lost-between-two-names",
-        "adapters.verl.replacing:found_name",
+        "adapters.verl.checkpoints:found_name",
         "if path.exists() or not _old(path).exists():",
         "if True:",
         ("test_whenever_it_is_killed_the_old_or_the_new_one_is_found",),
@@ -348,7 +348,7 @@ FAULTS = [
     ),
     Fault(
         "moments-saved-under-each-others-name",
-        "rl_backend.runtime.native.checkpoints:_held_tensors",
+        "rl_backend.runtime.native.engine:_held_tensors",
         'yield from ((prefix, name, state[f"{kind}.{name}"]) for name in trained for kind, prefix in MOMENTS.items())',
         """
         pairs = tuple(zip(MOMENTS, reversed(MOMENTS.values()), strict=True))

@@ -28,7 +28,7 @@ FAULTS = [
     ),
     Fault(
         "printed-configuration-without-defaults",
-        "rl_backend.options.config_file:as_yaml",
+        "rl_backend.options.command_line:as_yaml",
         'values = config.model_dump(mode="json")',
         'values = config.model_dump(mode="json", exclude_defaults=True)',
         (_PRINTED,),
@@ -44,7 +44,7 @@ FAULTS = [
     ),
     Fault(
         "lines-of-a-file-counted-from-zero",
-        "rl_backend.options.config_file:_keys",
+        "rl_backend.options.command_line:_keys",
         'yield f"{prefix}{key.value}", key.start_mark.line + 1',
         'yield f"{prefix}{key.value}", key.start_mark.line',
         (_BAD_FILE,),
@@ -52,7 +52,7 @@ FAULTS = [
     ),
     Fault(
         "the-last-of-two-lines-wins",
-        "rl_backend.options.config_file:_lines",
+        "rl_backend.options.command_line:_lines",
         "if name in found:",
         "if not name:",
         (_BAD_FILE,),

@@ -85,7 +85,7 @@ FAULTS = [
     ),
     Fault(
         "a-second-signal-at-once-is-another-one",
-        "actors.run.stop:StopRequest.on_signals.received",
+        "actors.run.run:StopRequest.on_signals.received",
         """
         if self.reason is None and (not lost):
             self.ask(_REASONS[number])
@@ -111,7 +111,7 @@ FAULTS = [
     ),
     Fault(
         "signals-stay-with-a-run-that-has-ended",
-        "actors.run.stop:StopRequest.on_signals",
+        "actors.run.run:StopRequest.on_signals",
         """
         for number, handler in before.items():
             signal.signal(number, handler)
@@ -122,7 +122,7 @@ FAULTS = [
     ),
     Fault(
         "errors-that-a-signal-makes-are-failures",
-        "actors.run.stop:StopRequest.on_signals",
+        "actors.run.run:StopRequest.on_signals",
         """
         if self.reason is None:
             raise

@@ -7,7 +7,7 @@ from tests.mutations.fault import Fault
 FAULTS = [
     Fault(
         "prompt-trained",
-        "rl_backend.environment.training_segments:_Open.add_prompt",
+        "rl_backend.environment.sampler:_Open.add_prompt",
         "self.sampled += [False] * len(token_ids)",
         "self.sampled += [bool(self.token_ids[: -len(token_ids)])] * len(token_ids)",
         ("test_a_prompt_that_continues_extends_the_segment",),
@@ -15,7 +15,7 @@ FAULTS = [
     ),
     Fault(
         "prefix-not-compared",
-        "rl_backend.environment.training_segments:EpisodeRecord.add",
+        "rl_backend.environment.sampler:EpisodeRecord.add",
         "(each for each in reversed(self._segments) if prompt[: len(each.token_ids)] == each.token_ids),",
         "(each for each in reversed(self._segments) if len(prompt) > len(each.token_ids)),",
         ("test_any_other_prompt_begins_a_segment",),
@@ -23,7 +23,7 @@ FAULTS = [
     ),
     Fault(
         "routes-of-the-last-pass",
-        "rl_backend.environment.training_segments:_Open.add_routes",
+        "rl_backend.environment.sampler:_Open.add_routes",
         "known = sum(len(rows) for rows in self.routes)",
         "known, self.routes = 0, []",
         ("test_a_row_of_routes_is_that_of_the_pass_that_predicted_the_next_token",),
@@ -31,7 +31,7 @@ FAULTS = [
     ),
     Fault(
         "reward-before-the-turns-last-token",
-        "rl_backend.environment.training_segments:EpisodeRecord.reward",
+        "rl_backend.environment.sampler:EpisodeRecord.reward",
         "place.segment.rewards[place.end - 1] += float(value)",
         "place.segment.rewards[place.end - 2] += float(value)",
         ("test_rewards_lie_at_the_last_token_of_their_turn",),
@@ -297,7 +297,7 @@ FAULTS = [
     ),
     Fault(
         "histories-that-were-left-are-forgotten",
-        "rl_backend.environment.training_segments:EpisodeRecord.add",
+        "rl_backend.environment.sampler:EpisodeRecord.add",
         "found = next((each for each in reversed(self._segments) if prompt[: len(each.token_ids)] == each.token_ids), None)",
         "found = next((each for each in self._segments[-1:] if prompt[: len(each.token_ids)] == each.token_ids), None)",
         ("test_turns_of_two_conversations_extend_the_segment_of_their_own",),

@@ -55,7 +55,7 @@ FAULTS = [
     ),
     Fault(
         "sizes-of-the-outer-configuration",
-        "adapters.verl.options.model_facts:text_config",
+        "adapters.verl.options.megatron:text_config",
         'return getattr(hf_config, "text_config", None) or hf_config',
         "return hf_config",
         ("test_every_role_takes_either_directory[nested-nested-actor]",),

@@ -126,7 +126,7 @@ FAULTS = [
     ),
     Fault(
         "merged-weights-without-the-scale",
-        "rl_backend.lora.factors:_merged",
+        "rl_backend.lora.rows:_merged",
         'merged = weight.float().add(change.t() if kind == "embedding" else change, alpha=scale)',
         'merged = weight.float().add(change.t() if kind == "embedding" else change, alpha=1.0)',
         ("test_peft_loads_what_a_tenant_exports",),
@@ -284,7 +284,7 @@ FAULTS = [
     ),
     Fault(
         "merged-weights-without-magnitudes",
-        "rl_backend.lora.factors:_merged",
+        "rl_backend.lora.rows:_merged",
         "if magnitudes is not None:",
         "if magnitudes is None:",
         ("test_peft_loads_what_a_tenant_exports",),
@@ -292,7 +292,7 @@ FAULTS = [
     ),
     Fault(
         "embedding-merged-as-a-linear-layer",
-        "rl_backend.lora.factors:_merged",
+        "rl_backend.lora.rows:_merged",
         'merged = weight.float().add(change.t() if kind == "embedding" else change, alpha=scale)',
         "merged = weight.float().add(change, alpha=scale)",
         ("test_peft_loads_what_a_tenant_exports",),

@@ -231,7 +231,7 @@ FAULTS = [
     ),
     Fault(
         "exported-factors-are-the-tenants-memory",
-        "rl_backend.lora.factors:each_weight",
+        "rl_backend.lora.rows:each_weight",
         "return ((name, rows.own[name].clone() if copy else rows.own[name]) for name in names)",
         "return ((name, rows.own[name] if copy else rows.own[name]) for name in names)",
         ("test_exported_factors_stay_as_they_are_while_the_tenant_trains_on",),

@@ -200,7 +200,7 @@ FAULTS = [
     ),
     Fault(
         "step-counts-not-loaded",
-        "rl_backend.runtime.native.checkpoints:load_training_checkpoint",
+        "rl_backend.runtime.native.engine:load_training_checkpoint",
         "steps.fill_(manifest.fewer_steps.get(name, manifest.optimizer_steps))",
         "pass",
         ("test_training_goes_on_exactly_where_it_was_on_any_number_of_ranks[2-2-False]",),
@@ -208,7 +208,7 @@ FAULTS = [
     ),
     Fault(
         "schedule-not-loaded",
-        "rl_backend.runtime.native.checkpoints:load_training_checkpoint",
+        "rl_backend.runtime.native.engine:load_training_checkpoint",
         "handle.optimizer.restore_schedule(manifest.schedule_steps)",
         "pass",
         ("test_training_goes_on_exactly_where_it_was_on_any_number_of_ranks[2-2-False]",),
@@ -224,7 +224,7 @@ FAULTS = [
     ),
     Fault(
         "gathered-weights-survive-a-load",
-        "rl_backend.runtime.native.checkpoints:load_training_checkpoint",
+        "rl_backend.runtime.native.engine:load_training_checkpoint",
         "fsdp.reshard(handle.model)",
         "pass",
         (

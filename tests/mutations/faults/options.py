@@ -387,7 +387,7 @@ FAULTS = [
     ),
     Fault(
         "engines-without-min-p",
-        "actors.rollout.engine.stepper:sampling_params",
+        "actors.rollout.engine.in_process:sampling_params",
         "sampling.min_p",
         "0.0",
         ("test_every_option_of_sampling_is_vllms",),

@@ -269,7 +269,7 @@ FAULTS = [
     ),
     Fault(
         "verl-trainer-spreads-groups",
-        "adapters.verl.prefix_groups:_balance_groups",
+        "adapters.verl.trainers:_balance_groups",
         "batch.reorder([row for rows in ranks for row in rows])",
         "pass",
         ("test_verls_trainer_keeps_groups_of_our_actor_on_a_rank",),

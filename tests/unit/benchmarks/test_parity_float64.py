@@ -13,7 +13,7 @@ from benchmarks.parity_float64 import distance, float64_steps
 from benchmarks.parity_random import is_rounding
 from rl_backend.lab.parity.compare import merge_ranks
 from rl_backend.lab.parity.config import TRANSFORMERS, ParityConfig, ParitySide, plan_batch
-from rl_backend.lab.parity.transformers_side import record_transformers
+from rl_backend.lab.parity.rank import record_training
 from tests.support.qwen3_5 import write_qwen3_5
 
 COMPUTED = ("mm", "bmm", "mul", "rsqrt", "exp", "_softmax", "_log_softmax", "addcdiv_")
@@ -55,7 +55,7 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> ParityConfig:
 
 def test_it_is_the_training_of_the_sides(config: ParityConfig) -> None:
     exact = float64_steps(config)
-    side = merge_ranks([record_transformers(config, config.reference)], plan_batch(config, 1))
+    side = merge_ranks([record_training(config, config.reference)], plan_batch(config, 1))
     rounding = distance(exact, side)
     assert 0.0 < rounding["max_loss_rel_diff"] < 1e-6
     assert 0.0 < rounding["max_grad_norm_rel_diff"] < 1e-5

@@ -13,9 +13,8 @@ from transformers import AutoTokenizer
 
 from examples.demo.task import layers_for
 from examples.verl import sft
-from examples.verl.options import VerlOptions
+from examples.verl.options import VerlOptions, write_verl_task
 from examples.verl.rl import RLOptions, demo_options, overrides
-from examples.verl.task import write_verl_task
 from rl_backend.contracts import ConfigError
 
 FILES = {"train_files": "train.parquet", "val_files": "test.parquet"}

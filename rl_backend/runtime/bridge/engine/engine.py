@@ -27,8 +27,16 @@ from rl_backend.runtime.bridge.config import BridgeConfig
 from rl_backend.runtime.bridge.engine.forward_backward import record_activations, run_micro_batches
 from rl_backend.runtime.bridge.engine.handle import BridgeHandle, build_handle
 from rl_backend.runtime.bridge.engine.optimizer import ParameterState, num_steps, parameter_states, set_num_steps
-from rl_backend.runtime.bridge.engine.parts import HeldParts, export_parts, find_parts, part_infos
-from rl_backend.runtime.bridge.engine.sharding import Block, StoredNames, model_blocks, pieces_of
+from rl_backend.runtime.bridge.engine.sharding import (
+    Block,
+    HeldParts,
+    StoredNames,
+    export_parts,
+    find_parts,
+    model_blocks,
+    part_infos,
+    pieces_of,
+)
 from rl_backend.runtime.bridge.installed import quiet
 from rl_backend.runtime.bridge.megatron.cpu import iterate_on_cpu, on_cpu
 from rl_backend.runtime.bridge.megatron.groups import BridgeGroups, close_groups, open_groups

@@ -8,9 +8,10 @@ import torch.nn.functional as F
 from megatron.core.ssm.gated_delta_net import GatedDeltaNet
 from torch import Tensor, nn
 
+from rl_backend.contracts import ConfigError
 from rl_backend.primitive.causal_conv import causal_conv
 from rl_backend.primitive.gated_delta import gated_delta_rule, l2_normalised
-from rl_backend.runtime.bridge.config import BridgeConfig, refuse_all
+from rl_backend.runtime.bridge.config import BridgeConfig
 
 # What a state is multiplied by at each token: it carries their rounding on. The native runtime and vLLM have the same.
 FLOAT32_PARAMETERS = ("A_log",)
@@ -35,7 +36,7 @@ def require_deltanet_kernels(options: BridgeConfig, provider: Any, device: torch
     if provider.deterministic_mode:
         problem = "Megatron's gated DeltaNet then takes no packed sequences; leave it out"
         problems.append(("BridgeConfig.override_transformer_config['deterministic_mode']", True, problem))
-    refuse_all(problems)
+    ConfigError.refuse_all(problems)
 
 
 def keep_decay_in_float32(models: Sequence[nn.Module]) -> None:

@@ -87,10 +87,12 @@ def attach_adapters(
         config: Megatron's ``TransformerConfig``.
     """
     tp = groups.pg.tp
-    for name, needed in (("sequence_parallel", tp.size() > 1), ("softmax_type", "vanilla"), ("attention_dropout", 0.0)):
-        if getattr(config, name) != needed:
-            field = f"BridgeConfig.override_transformer_config[{name!r}]"
-            raise ConfigError.of(field, getattr(config, name), f"LoRA tenants need {needed!r} here; leave it out")
+    needed = {"sequence_parallel": tp.size() > 1, "softmax_type": "vanilla", "attention_dropout": 0.0}
+    ConfigError.refuse_all(
+        (f"BridgeConfig.override_transformer_config[{name!r}]", found, f"LoRA tenants need {each!r} here; leave it out")
+        for name, each in needed.items()
+        if (found := getattr(config, name)) != each
+    )
     chunks, held = [ChunkAdapters() for _ in models], dict[str, AdaptedModule]()
     for conversion in conversions:
         for task in conversion.tasks:

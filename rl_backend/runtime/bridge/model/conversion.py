@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from megatron.bridge.models.conversion import param_mapping
 from megatron.bridge.models.conversion.model_bridge import WeightConversionTask
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -16,6 +15,7 @@ from torch import Tensor, nn
 
 from rl_backend.checkpoint.hf_reader import HFReader
 from rl_backend.contracts import VALUE_HEAD_WEIGHTS, Head, UnsupportedError
+from rl_backend.parallel.collectives import gather_objects
 from rl_backend.runtime.bridge.megatron.deltanet import FLOAT32_PARAMETERS
 from rl_backend.runtime.export_stream import require_known_names
 
@@ -154,9 +154,7 @@ class WeightConverter:
             for task in tasks
             if task.param_weight is not None
         }
-        stages: list[Any] = [None] * self.pg.pp.size()
-        dist.all_gather_object(stages, here, group=self.pg.pp)
-        return {name: found for stage in stages for name, found in stage.items()}
+        return {name: found for stage in gather_objects(here, self.pg.pp) for name, found in stage.items()}
 
     def _named_shapes(self, tasks: Sequence[Any], shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
         """The names that ``megatron_to_hf`` of Megatron-Bridge's mappings gives, with the directory's shapes."""

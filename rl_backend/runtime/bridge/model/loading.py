@@ -5,7 +5,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from megatron.bridge import AutoBridge
 from megatron.bridge.models.conversion.mapping_registry import MegatronMappingRegistry
 from megatron.bridge.models.conversion.param_mapping import (
@@ -24,6 +23,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from rl_backend.checkpoint.hf_reader import HFReader
 from rl_backend.checkpoint.hf_weights import require_same_head
 from rl_backend.contracts import VALUE_HEAD_WEIGHTS, CheckpointError, Head, UnsupportedError, text_config
+from rl_backend.parallel.collectives import gather_objects
 from rl_backend.runtime.bridge.megatron.groups import BridgeGroups
 from rl_backend.runtime.bridge.model.conversion import hf_names, unconverted
 from rl_backend.runtime.bridge.model.output_heads import CriticOutputLayer
@@ -106,9 +106,7 @@ def load_model(
             f"Megatron-Bridge has no weights for the parameters {', '.join(unloaded[:4])}", names=unloaded
         )
     # Each rank knows its own experts only.
-    wanted_by_ranks: list[set[str]] = [set()] * groups.world_size
-    dist.all_gather_object(wanted_by_ranks, wanted, group=groups.host_group)
-    left = stored.difference(*wanted_by_ranks)
+    left = stored.difference(*gather_objects(wanted, groups.host_group))
     unread = sorted(name for name in left if not name.startswith(kept) and not _may_be_unread(name, head, pretrained.config))
     if unread:
         raise UnsupportedError(

@@ -12,7 +12,7 @@ from megatron.core.transformer.enums import AttnBackend
 
 from rl_backend.contracts import ConfigError, Head, RuntimeConfig, UnsupportedError
 from rl_backend.runtime.bridge.checks import LayerSizes, require_layout
-from rl_backend.runtime.bridge.config import BridgeConfig, megatron_sizes, refuse_all
+from rl_backend.runtime.bridge.config import BridgeConfig, megatron_sizes
 from rl_backend.runtime.bridge.installed import has_transformer_engine
 from rl_backend.runtime.bridge.megatron.deltanet import has_deltanet, require_deltanet_kernels
 from rl_backend.runtime.bridge.megatron.groups import BridgeGroups
@@ -154,7 +154,7 @@ def check_overrides_of_model(options: BridgeConfig, provider: Any, *, transforme
     """Raises one :class:`ConfigError` for all overrides that this model, of which nothing is set yet, or device would
     ignore.
     """
-    refuse_all(_ignored_overrides(options, provider, transformer_engine))
+    ConfigError.refuse_all(_ignored_overrides(options, provider, transformer_engine))
 
 
 def _ignored_overrides(options: BridgeConfig, provider: Any, transformer_engine: bool) -> Iterator[tuple[str, Any, str]]:

@@ -14,6 +14,7 @@ from megatron.core.transformer.moe.router_replay import RouterReplay as Megatron
 from torch import Tensor, nn
 
 from rl_backend.contracts import PackedBatch, RoutedLayers, UnsupportedError
+from rl_backend.parallel.collectives import gather_objects
 from rl_backend.runtime.balance import ExpertBalance, PassLoads
 from rl_backend.runtime.bridge.megatron.groups import BridgeGroups
 from rl_backend.runtime.bridge.passes.batch import LaidOut
@@ -83,8 +84,7 @@ def connect_routers(models: Sequence[nn.Module], provider: Any, groups: BridgeGr
             router.enable_expert_bias, router.frozen_expert_bias = False, True
         chunks.append(tuple(router.router_replay for router in routers))
     mine = tuple(each.layer_number - 1 for chunk in chunks for each in chunk)
-    found: list[tuple[int, ...]] = [()] * groups.pg.pp.size()
-    dist.all_gather_object(found, mine, group=groups.pg.pp)
+    found = gather_objects(mine, groups.pg.pp)
     if sorted(chain.from_iterable(found)) != list(layers.layers):
         raise UnsupportedError(
             f"Megatron built routers in the layers {sorted(chain.from_iterable(found))}; moe_layer_freq names "

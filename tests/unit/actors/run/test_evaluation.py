@@ -13,6 +13,7 @@ import pytest
 import ray
 
 from actors.cluster.placement import ClusterShare
+from actors.collect import inputs as inputs_module
 from actors.collect.inputs import EpisodeInputs
 from actors.options.sampled_config import EpisodeConfig
 from actors.run import evaluation as evaluation_module
@@ -93,9 +94,9 @@ def closed(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         ("require_readable_weights", lambda option, model: OPENED.append((option, model))),
         ("load_tokenizer", lambda model: tokenizer),
         ("load_scorer", lambda config: Scorer([LoadedReward(score, "m:f")], on_failure="stop")),
-        ("load_prompts", load),
     ):
         monkeypatch.setattr(evaluation_module, name, made)
+    monkeypatch.setattr(inputs_module, "load_prompts", load)
     return found
 
 

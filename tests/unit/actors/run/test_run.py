@@ -14,7 +14,7 @@ import ray
 from actors import Run, Session
 from actors.cluster.session import RunStopped
 from actors.folder.resume import find_start
-from actors.run.stop import StopRequest
+from actors.run.run import StopRequest
 from actors.train.model import GroupModel
 from actors.train.recovery import Reshaped
 from examples.ppo import PPOConfig

@@ -17,7 +17,7 @@ from actors.cluster.session import RunStopped
 from actors.folder.resume import find_start
 from actors.rollout.messages import sample_seeds
 from actors.run import RunResult
-from actors.run.stop import StopRequest
+from actors.run.run import StopRequest
 from rl_backend.contracts import RLBackendError
 from tests.support.sampled_runs import config_of, held_out_sets, inputs_of, without_ray
 

@@ -105,7 +105,7 @@ def test_a_line_without_room_for_every_metric_leaves_out_the_last(
 
 def test_a_reader_that_has_left_ends_no_run() -> None:
     code = (
-        "import os, signal, sys\nfrom actors.watch.console import say\nfrom actors.run.stop import StopRequest\n"
+        "import os, signal, sys\nfrom actors.watch.console import say\nfrom actors.run.run import StopRequest\n"
         "out, err = os.dup(1), os.dup(2)\n"
         "for fd in (1, 2):\n    read, write = os.pipe(); os.close(read); os.dup2(write, fd)\n"
         "stop = StopRequest()\n"

@@ -23,8 +23,8 @@ from actors.collect.sample_metrics import sample_metrics, unknown_tokens
 from actors.folder.checkpoints import Progress
 from actors.options.config import HealthLimits
 from actors.rollout.messages import Sample, VersionSpan
+from actors.run.run import StopRequest
 from actors.run.sampling import Sampling
-from actors.run.stop import StopRequest
 from actors.train.model import GroupModel
 from actors.train.outcome import peak_memory
 from actors.watch.health_metrics import CAUSES, STEPS, HealthWarnings

@@ -13,9 +13,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import FileStore  # type: ignore[attr-defined] # not in its __all__
 
-from adapters.verl.checkpoints import EngineCheckpoints, PendingSave, begin_role, own_tokenizer
-from adapters.verl.replacing import exists_on_rank_0, found_name
-from adapters.verl.trainer_saves import mark, record_step, trainer_records
+from adapters.verl.checkpoints import EngineCheckpoints, PendingSave, begin_role, exists_on_rank_0, found_name, own_tokenizer
+from adapters.verl.trainers import mark, record_step, trainer_records
 from rl_backend.contracts import CheckpointError
 from rl_backend.contracts.lora import LoRAConfig
 

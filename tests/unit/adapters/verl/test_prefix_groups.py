@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from adapters.verl.prefix_groups import register, rows_of_ranks
+from adapters.verl.trainers import register_prefix_groups, rows_of_ranks
 
 OURS = "adapters.verl.engine_config.RLBackendEngineConfig"
 
@@ -48,7 +48,7 @@ def test_verls_own_class_too_brings_the_field_to_our_engine(grouper: bool) -> No
 
     from adapters.verl.engine_config import choose_engine
 
-    register()
+    register_prefix_groups()
     actor = McoreActorConfig(rollout_n=4, ppo_micro_batch_size_per_gpu=1, use_prefix_grouper=grouper)
     _, config = choose_engine("language_model", actor.engine, "native")
     assert type(actor.engine) is not type(config) and config.use_prefix_grouper is grouper
@@ -61,7 +61,7 @@ def test_verls_trainer_keeps_groups_of_our_actor_on_a_rank(target: str, grouper:
     from transfer_queue import KVBatchMeta
     from verl.trainer.ppo.v1.trainer_base import PPOTrainer
 
-    register()
+    register_prefix_groups()
     generator = random.Random(1)
     keys = [f"{group}_{session}_0" for group in "abcdefgh" for session in range(4)]
     tags: list[dict[str, Any]] = [{"seq_len": generator.randint(50, 400)} for _ in keys]

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from adapters.verl.replacing import finish_replacing, found_name, replacing
+from adapters.verl.checkpoints import finish_replacing, found_name, replacing
 from rl_backend.contracts import CheckpointError
 from tests.support.kills import killed_at
 

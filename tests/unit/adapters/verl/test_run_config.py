@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from adapters.verl.options.model_facts import ModelFacts, layers_or_period
+from adapters.verl.options.megatron import ModelFacts, layers_or_period
 from adapters.verl.options.settings import require_contents
 from adapters.verl.registration import is_ours
 from adapters.verl.run_config import require_run
-from adapters.verl.trainer_saves import _change
+from adapters.verl.trainers import _change
 from rl_backend.contracts import ConfigError
 
 OURS = "adapters.verl.engine_config.RLBackendEngineConfig"

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 import adapters.verl.plugin  # noqa: F401 - what verl's entry point imports
-from adapters.verl.trainer_saves import _TRAINERS, _change, mark, record_step
+from adapters.verl.trainers import _TRAINERS, _change, mark, record_step
 from tests.support.verl_configs import TARGET
 
 RECORD = "latest_checkpointed_iteration.txt"

@@ -6,7 +6,6 @@ import logging
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -43,23 +42,15 @@ class Ranks:
     def __init__(self, *others: str | None, own: int = 0) -> None:
         self.others, self.own, self.calls = others, own, 0
 
-    def get_world_size(self, group: Any) -> int:
-        assert group is GROUP
-        return len(self.others) + 1
-
-    def all_gather_object(self, found: list[Any], own: Any, group: Any) -> None:
+    def gather(self, own: Any, group: Any) -> list[Any]:
         assert group is GROUP
         self.calls += 1
-        found[:] = [*self.others[: self.own], own, *self.others[self.own :]]
+        return [*self.others[: self.own], own, *self.others[self.own :]]
 
 
 def ranks(monkeypatch: pytest.MonkeyPatch, *others: str | None, own: int = 0) -> Ranks:
     made = Ranks(*others, own=own)
-    monkeypatch.setattr(
-        training_state,
-        "dist",
-        SimpleNamespace(get_world_size=made.get_world_size, all_gather_object=made.all_gather_object),
-    )
+    monkeypatch.setattr(training_state, "gather_objects", made.gather)
     return made
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Iterator
 from itertools import islice
@@ -24,6 +23,7 @@ from rl_backend.data.prompts import (
 )
 from rl_backend.data.sft import TrainedTokens, conversation_tokens, example_tokens, load_sft_examples
 from tests.support.chat_templates import CHATML, THINKING, chat_tokenizer
+from tests.support.rows import write_rows
 
 ASKED = [{"role": "user", "content": "2+2?"}]
 
@@ -126,13 +126,8 @@ def test_a_prompt_is_encoded_as_text_or_by_the_template_and_needs_a_token() -> N
         encode_prompt([*ASKED, {"role": "assistant", "content": None}], chat_tokenizer(CHATML), DataConfig(), "row 7")
 
 
-def write(path: Path, *rows: Any) -> Path:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
-
-
 def test_prompts_at_their_limit_are_kept_and_all_that_are_kept_are_seen(tmp_path: Path) -> None:
-    path = write(tmp_path / "a.jsonl", *({"prompt": "z" * n, "answer": str(n)} for n in (4, 5, 3)))
+    path = write_rows(tmp_path / "a.jsonl", *({"prompt": "z" * n, "answer": str(n)} for n in (4, 5, 3)))
     seen: list[tuple[int, str]] = []
     prompts = load_prompts(
         path,
@@ -158,7 +153,7 @@ def test_prompts_at_their_limit_are_kept_and_all_that_are_kept_are_seen(tmp_path
 def test_the_lesser_of_budget_and_positions_limits_sequences(
     tmp_path: Path, positions: int | None, most: int, message: str
 ) -> None:
-    path = write(tmp_path / "a.jsonl", {"prompt": "ab", "answer": "z" * 20})
+    path = write_rows(tmp_path / "a.jsonl", {"prompt": "ab", "answer": "z" * 20})
     with pytest.raises(BatchError, match=f"1 of 1 examples has more tokens than {message}"):
         load_sft_examples(path, chat_tokenizer(None), 5, most, positions=positions)
     ((cut,),) = load_sft_examples(path, chat_tokenizer(None), 5, most, DataConfig(too_long="cut"), positions=positions)
@@ -174,7 +169,7 @@ def test_lengths_of_every_sequence_of_a_row_are_looked_at(tmp_path: Path) -> Non
         {"role": "user", "content": "d"},
         {"role": "assistant", "content": "<think>\n" + "e" * 90 + "\n</think>\n\nf"},
     ]
-    path = write(tmp_path / "a.jsonl", {"messages": turns})
+    path = write_rows(tmp_path / "a.jsonl", {"messages": turns})
     tokenizer = chat_tokenizer(THINKING)
     first, second = load_sft_examples(path, tokenizer, 200, 400)[0]
     assert len(first) < len(second)

@@ -22,14 +22,10 @@ from rl_backend.data.prompts import endless_batches, load_prompts, load_tokenize
 from rl_backend.data.sft import load_sft_examples
 from tests.support.chat_templates import CHATML, MARKED, MISTRAL, TEMPLATES, THINKING, chat_tokenizer
 from tests.support.claims import ROOT
+from tests.support.rows import write_rows
 
 ASKED = [{"role": "user", "content": "2+2?"}]
 ANSWERED = [*ASKED, {"role": "assistant", "content": "4"}]
-
-
-def write_rows(path: Path, *rows: Any) -> Path:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
 
 
 @pytest.mark.shows("data: messages, prompt and answer columns of any name are read; a last assistant message is the answer")

@@ -18,6 +18,7 @@ from rl_backend.data.prompts import load_prompts
 from rl_backend.data.sft import conversation_tokens, load_sft_examples
 from rl_backend.environment.stepping import require_given
 from tests.support.chat_templates import CHATML, MARKED, chat_tokenizer, marker_tokenizer, trl_templates
+from tests.support.rows import write_rows
 
 SHOWN = "{% if tools %}<|im_start|>tools\n{{ tools | tojson }}<|im_end|>\n{% endif %}"
 READ = "{% for each in documents or [] %}<|im_start|>{{ each.title }}\n{{ each.text }}<|im_end|>\n{% endfor %}"
@@ -34,11 +35,6 @@ CALLED = [
     {"role": "tool", "content": "3"},
     {"role": "assistant", "content": "It is 3."},
 ]
-
-
-def write_rows(path: Path, *rows: Any) -> Path:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
 
 
 def prompts(path: Path, data: DataConfig | None = None, template: str = TEMPLATE) -> list[str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from itertools import chain, islice
 from pathlib import Path
@@ -18,6 +17,7 @@ from rl_backend.data.examples import DataConfig
 from rl_backend.data.prompts import endless_batches, epoch_batches, load_prompts
 from rl_backend.data.sft import TrainedTokens, conversation_tokens, load_sft_examples
 from tests.support.chat_templates import CHATML, MARKED, OPENED, TEMPLATES, THINKING, chat_tokenizer
+from tests.support.rows import write_rows
 
 CONVERSATION = [
     {"role": "user", "content": "What is 2+2?"},
@@ -26,11 +26,6 @@ CONVERSATION = [
     {"role": "assistant", "content": "<think>\nadd again\n</think>\n\nIt is 6."},
 ]
 END = {"llama": "<|eot_id|>", "mistral": "</s>", "phi": "<|end|>"}
-
-
-def write_rows(path: Path, *rows: Any) -> Path:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
 
 
 def trained_texts(found: list[TrainedTokens], tokenizer: Any) -> list[str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from rl_backend.data.prompts import load_prompts
 from rl_backend.data.sft import conversation_tokens, load_sft_examples
 from rl_backend.environment import answering
 from tests.support.chat_templates import CHATML, chat_tokenizer
+from tests.support.rows import write_rows
 from tests.support.tokenizer_kinds import KINDS
 
 PAIRS = [("2+2=", "4"), ("so:", " it is"), ("it is", " so"), ("2+2=4\n", "5=5"), ("is", " is is\n")]
@@ -24,11 +24,6 @@ PAIRS = [("2+2=", "4"), ("so:", " it is"), ("it is", " so"), ("2+2=4\n", "5=5"),
 @pytest.fixture(params=sorted(KINDS), scope="module")
 def tokenizer(request: pytest.FixtureRequest) -> Any:
     return KINDS[request.param]()
-
-
-def write_rows(path: Path, *rows: Any) -> Path:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
 
 
 def without_ends(text: str, tokenizer: Any) -> list[int]:

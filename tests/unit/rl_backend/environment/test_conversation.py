@@ -9,7 +9,7 @@ import pytest
 from rl_backend.environment import Generation
 from rl_backend.environment.conversation import Conversation, chat_format
 from rl_backend.environment.rendering import ChatRenderer
-from rl_backend.environment.training_segments import EpisodeRecord
+from rl_backend.environment.sampler import EpisodeRecord
 from tests.support.chat_templates import CHATML, MISTRAL, THINKING, chat_tokenizer
 from tests.support.token_sources import WrittenSource, generation
 from tests.unit.rl_backend.environment.test_stepping import CALL, TOKENIZER, Calculator, Guess, play, written

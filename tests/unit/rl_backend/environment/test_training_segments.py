@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from rl_backend.contracts import BatchError
-from rl_backend.environment.training_segments import EpisodeRecord
+from rl_backend.environment.sampler import EpisodeRecord
 from tests.support.token_sources import generation
 
 

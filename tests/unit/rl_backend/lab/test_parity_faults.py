@@ -10,12 +10,10 @@ import pytest
 from rl_backend.checkpoint.hf_reader import HFReader, read_hf_config
 from rl_backend.contracts.lora import LoRAConfig
 from rl_backend.data import pack_plan, prefixes
-from rl_backend.lab.parity import rank, transformers_side
 from rl_backend.lab.parity.compare import Comparison, SideRecord, Tolerances, compare, merge_ranks, merge_steps
 from rl_backend.lab.parity.config import DType, ParityConfig, ParitySide, make_sequences, plan_batch
-from rl_backend.lab.parity.rank import record_runtime
+from rl_backend.lab.parity.rank import record_again, record_alone, record_training
 from rl_backend.lab.parity.run import required_modules
-from rl_backend.lab.parity.transformers_side import record_transformers
 from tests.support import faulty_runtime
 from tests.support.matrix import sampled
 from tests.support.models import write_tiny
@@ -28,11 +26,11 @@ def make_config(model: Path, candidate: ParitySide, **changes: Any) -> ParityCon
 
 
 def train_transformers(config: ParityConfig) -> SideRecord:
-    return merge_ranks([record_transformers(config, config.reference)], plan_batch(config, 1))
+    return merge_ranks([record_training(config, config.reference)], plan_batch(config, 1))
 
 
 def train_runtime(config: ParityConfig) -> SideRecord:
-    return merge_ranks([record_runtime(config, config.candidate, 0)], plan_batch(config, 1))
+    return merge_ranks([record_training(config, config.candidate)], plan_batch(config, 1))
 
 
 @pytest.fixture(scope="module")
@@ -87,19 +85,18 @@ def test_each_step_is_taken_from_the_weights_that_the_reference_had(
 ) -> None:
     """With other betas the weights differ from the third step on, but no step that starts from the same."""
     side = ParitySide(runtime=runtime)
-    module = transformers_side if runtime == "transformers" else rank
     candidate = ParitySide(runtime="faulty", options={"fault": "betas" if lora is None else "none"})
     config = make_config(tied_model, candidate, steps=4, lr=1e-3, lora=lora).replace(reference=side)
-    whole = merge_steps([module.record_again(config, side, tmp_path)], 1)
-    alone = merge_steps([rank.record_alone(config, config.candidate, tmp_path)], 1)
+    whole = merge_steps([record_again(config, side, tmp_path)], 1)
+    alone = merge_steps([record_alone(config, config.candidate, tmp_path)], 1)
     assert alone.losses == pytest.approx(whole.losses[1:], rel=1e-6)
     assert alone.grad_norms == pytest.approx(whole.grad_norms[1:], rel=1e-5)
     assert whole.losses[0] > whole.losses[1] > whole.losses[2] > whole.losses[3]
     if lora is None:
-        running = record_runtime(config, config.candidate, 0)
+        running = record_training(config, config.candidate)
         assert running.losses[2:] != pytest.approx(whole.losses[2:], rel=1e-5)
     else:
-        theirs = merge_steps([transformers_side.record_alone(config, side, tmp_path)], 1)
+        theirs = merge_steps([record_alone(config, side, tmp_path)], 1)
         assert theirs.losses == pytest.approx(whole.losses[1:], rel=1e-6)
 
 

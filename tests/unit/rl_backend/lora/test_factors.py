@@ -11,9 +11,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rl_backend.contracts.lora import PEFT_PREFIX, LoRAConfig, LoRAKind, part_name
-from rl_backend.lora.factors import each_weight, load_tensors, merged_weights, whole_tensors
 from rl_backend.lora.modules import AdaptedModule
-from rl_backend.lora.rows import TenantRows, factors_of
+from rl_backend.lora.rows import TenantRows, each_weight, factors_of, load_tensors, merged_weights, whole_tensors
 from tests.support.rank_threads import run_ranks
 
 RANK, INPUTS, OUTPUTS = 3, 8, 6

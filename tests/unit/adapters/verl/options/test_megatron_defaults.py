@@ -10,8 +10,7 @@ import pytest
 
 from adapters.verl.options import megatron
 from adapters.verl.options.decisions import ADAM, DDP, TRANSFORMER, same
-from adapters.verl.options.megatron import megatron_defaults
-from adapters.verl.options.model_facts import DECIDED, ModelFacts
+from adapters.verl.options.megatron import DECIDED, ModelFacts, megatron_defaults
 from adapters.verl.options.settings import OF_ADAM, EngineSettings, engine_settings
 from rl_backend.contracts import ConfigError, UnsupportedError
 from tests.support.verl_configs import changed, role_configs, write_config

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from adapters.verl.options.model_facts import ModelFacts
+from adapters.verl.options.megatron import ModelFacts
 from adapters.verl.options.settings import EngineSettings, engine_settings
 from rl_backend.contracts import ConfigError, NativeConfig, ParallelConfig
 from rl_backend.model.options import DecoderOptions

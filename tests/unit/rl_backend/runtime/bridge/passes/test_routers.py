@@ -81,11 +81,11 @@ def test_every_router_gets_routes_of_its_own_and_its_place_among_layers_with_exp
     provider = SimpleNamespace(num_moe_experts=8, moe_router_topk=2, moe_layer_freq=[1, 0, 1, 1], num_layers=4)
     models = [nn.Sequential(Router(1), nn.Linear(1, 1)), nn.Sequential(nn.Linear(1, 1), Router(4))]
 
-    def gather(found: list[Any], mine: Any, group: Any) -> None:
-        assert group.size() == 2 and len(found) == 2
-        found[0], found[1] = mine, of_others[0]
+    def gather(mine: Any, group: Any) -> list[Any]:
+        assert group.size() == 2
+        return [mine, of_others[0]]
 
-    monkeypatch.setattr(routers.dist, "all_gather_object", gather)
+    monkeypatch.setattr(routers, "gather_objects", gather)
     of_others: list[tuple[int, ...]] = [(2,)]
     found = connect_routers(models, provider, groups(pp=group(0, 2)))
     assert found is not None and found.layers == LAYERS
