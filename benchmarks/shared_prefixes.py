@@ -59,7 +59,7 @@ TREE = (256, 3, 128, 3, 128)
 """Tokens of the beginning; branches, and tokens of each; those of each of these, and their tokens."""
 BUDGET = 2560
 """Computed tokens of a micro-batch."""
-SHORTEST = (8, 16, 32, 64)
+SHORTEST = (16, 32, 64)
 MIXTURE: Mapping[str, Any] = {
     "vocab_size": 2048,
     "hidden_size": 256,
@@ -77,6 +77,8 @@ MIXTURE: Mapping[str, Any] = {
 ROUTED = (8, 8, 500, 64)
 """Prompts, answers to each, and tokens of a prompt and of an answer."""
 MOST_ROUNDS = 5
+SHARED_BY = (2, 8)
+SHORT_ROUNDS = 11
 RESULT = "shared_prefixes"
 
 
@@ -255,16 +257,18 @@ def _search(model_dir: Path, sequences: Sequence[Tensor]) -> dict[str, Any]:
 
 
 def _gains_of_lengths(model_dir: Path, divisor: int) -> dict[str, Any]:
-    """Eight pairs of sequences that share so many tokens, and have 64 of their own."""
+    """Sixteen sequences of which two, or eight, share so many tokens; each has 64 of its own."""
     steps = {share: step_of(model_dir, share) for share in ("auto", "off")}
     gains: dict[str, Any] = {}
-    for length in SHORTEST:
-        generator = torch.Generator().manual_seed(length)
-        pairs = [(drawn(generator, length),) * 2 for _ in range(8 // min(divisor, 4))]
-        sequences = [torch.cat((root, drawn(generator, 64))) for pair in pairs for root in pair]
-        batch = batch_of(sequences, length)
-        gains[str(length)] = _compare(steps, {"auto": [batch], "off": [batch]}, seconds=8.0)["off_over_auto"]
-    return {"off_over_auto_by_length": gains}
+    for together in SHARED_BY:
+        for length in SHORTEST:
+            generator = torch.Generator().manual_seed(length)
+            roots = [drawn(generator, length) for _ in range(16 // together)]
+            sequences = [torch.cat((root, drawn(generator, 64))) for root in roots for _ in range(together)]
+            batch = batch_of(sequences, length)
+            rounds = [{share: step([batch])[0] for share, step in steps.items()} for _ in range(SHORT_ROUNDS // divisor)]
+            gains.setdefault(str(together), {})[str(length)] = median(each["off"] / each["auto"] for each in rounds)
+    return {"off_over_auto_by_sharers_and_length": gains}
 
 
 def _equal_routes(model_dir: Path, divisor: int) -> dict[str, Any]:

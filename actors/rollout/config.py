@@ -11,6 +11,7 @@ from rl_backend.checkpoint.hf_reader import read_hf_config
 from rl_backend.contracts import MAY_CHANGE, BaseConfig, CheckpointError, ConfigError, HasEffect
 from rl_backend.model import model_positions
 
+_MASKS = "return_sampling_mask"
 OWN_ARGUMENTS = {
     "model": "model_path",
     "dtype": "dtype",
@@ -165,6 +166,8 @@ class RolloutConfig(BaseConfig):
             ours = OWN_ARGUMENTS[name]
             advice = f"use RolloutConfig.{ours}" if ours else "rollout engines set it themselves"
             yield f"engine_args[{name!r}]", self.engine_args[name], advice
+        if self.engine_args.get(_MASKS):
+            yield f"engine_args[{_MASKS!r}]", True, "nothing reads these masks: trainers compute their own; leave it out"
         if self.max_num_batched_tokens is not None and self.max_num_batched_tokens < self.max_model_len:
             problem = f"a prompt is computed in one step, so it must be at least max_model_len={self.max_model_len}"
             yield "max_num_batched_tokens", self.max_num_batched_tokens, problem

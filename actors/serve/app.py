@@ -12,6 +12,7 @@ from typing import Annotated, Any
 import zstandard
 from fastapi import APIRouter, Depends, FastAPI, HTTPException, Request, Response
 from fastapi.responses import FileResponse, JSONResponse
+from starlette.exceptions import HTTPException as StarletteHTTPException
 
 from actors.serve.server import (
     EXTERNAL,
@@ -24,7 +25,7 @@ from actors.serve.server import (
     shown_time,
     text_in,
 )
-from actors.serve.store import CLIENT_NUMBERS, JSON, RUNS, SAMPLERS, SESSIONS, Result
+from actors.serve.store import CLIENT_NUMBERS, JSON, SAMPLERS, SESSIONS, Result
 from actors.serve.training import Pass, Step
 from actors.serve.wire import read_header
 from rl_backend.contracts import BatchError, RLBackendError, UnsupportedError
@@ -91,12 +92,14 @@ def make_app(server: Server) -> FastAPI:
 
     app = FastAPI(title="rl-backend", lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None)
     app.state.server = server
-    app.add_exception_handler(UnknownError, lambda _, error: JSONResponse({"detail": str(error)}, 404))
-    app.add_exception_handler(BusyError, lambda _, error: JSONResponse({"detail": str(error)}, 429))
-    app.add_exception_handler(RLBackendError, lambda _, error: JSONResponse({"detail": str(error)}, 400))
-    app.add_exception_handler(KeyError, lambda _, error: JSONResponse({"detail": f"body: {error} is missing"}, 400))
+    app.add_exception_handler(UnknownError, _told(404))
+    app.add_exception_handler(BusyError, _told(429))
+    app.add_exception_handler(RLBackendError, _told(400))
+    app.add_exception_handler(KeyError, _told(400, "body: {} is missing"))
     for kind in (TypeError, ValueError, AttributeError, OverflowError, RecursionError):
-        app.add_exception_handler(kind, lambda _, error: JSONResponse({"detail": f"body: {error}"}, 400))
+        app.add_exception_handler(kind, _told(400, "body: {}"))
+    app.add_exception_handler(StarletteHTTPException, _tell_status)
+    app.add_exception_handler(Exception, lambda request, error: _problem(request, f"{type(error).__name__}: {error}", 500))
     api = APIRouter(prefix="/api/v1")
     _add_sessions(api, server)
     _add_training(api, server)
@@ -108,6 +111,26 @@ def make_app(server: Server) -> FastAPI:
         api.add_api_route(path, _refusal(what), methods=[method])
     app.include_router(api)
     return app
+
+
+def _told(status: int, words: str = "{}") -> Any:
+    return lambda request, error: _problem(request, words.format(error), status)
+
+
+def _tell_status(request: Request, error: Any) -> JSONResponse:
+    """An error that was raised with its status: ours, or the router's of an address that is not there."""
+    text, status = str(error.detail), error.status_code
+    if status in (404, 405):
+        text = f"{request.method} {request.url.path}: {text}; docs/serve.md lists what is served"
+    return _problem(request, text, status, error.headers)
+
+
+def _problem(request: Request, text: str, status: int, headers: Mapping[str, str] | None = None) -> JSONResponse:
+    """An error in the words of the API that was called."""
+    body: dict[str, Any] = {"detail": text}
+    if request.url.path.startswith("/v1/"):
+        body = {"error": {"message": text, "type": "invalid_request_error", "param": None, "code": str(status)}}
+    return JSONResponse(body, status, headers)
 
 
 def _refusal(what: str) -> Any:
@@ -301,7 +324,7 @@ def _add_lists(api: APIRouter, server: Server) -> None:
 
     @api.get("/training_runs")
     def training_runs(owner: Owner, limit: int = 20, offset: int = 0) -> Any:
-        shown, cursor = _page([*reversed(store.rows(RUNS, owner=owner))], limit, offset)
+        shown, cursor = _page([*reversed(server.runs(owner=owner))], limit, offset)
         return {"training_runs": [_shown_run(server, run) for run in shown], "cursor": cursor}
 
     @api.get("/training_runs/{run}")
@@ -343,7 +366,7 @@ def _add_lists(api: APIRouter, server: Server) -> None:
         if found is None:
             raise UnknownError(f"session {session!r} is not known")
         return {
-            "training_run_ids": [run["id"] for run in store.rows(RUNS, session=session)],
+            "training_run_ids": [run["id"] for run in server.runs(session=session)],
             "sampler_ids": [sampler["id"] for sampler in store.rows(SAMPLERS, session=session)],
             "user_metadata": found["asked"].get("user_metadata"),
             "display_name": found["asked"].get("display_name"),

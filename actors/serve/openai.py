@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import json
 import math
 import time
@@ -15,15 +16,15 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from fastapi import FastAPI
-from fastapi.responses import JSONResponse, StreamingResponse
+from fastapi.responses import StreamingResponse
 
 from actors.serve.scores import Scores, width_in
-from actors.serve.server import EXTERNAL, BusyError, ServedModel, Server, UnknownError, shown_checkpoint
+from actors.serve.server import EXTERNAL, ServedModel, Server, UnknownError, shown_checkpoint, text_in
 from actors.serve.store import CHECKPOINTS, RUNS, SAMPLERS
 from actors.serve.training import ADAPTER
-from actors.serve.wire import read_whole
+from actors.serve.wire import read_object, read_whole
 from rl_backend.contracts import BatchError, RLBackendError, UnsupportedError
-from rl_backend.data.chat_template import chat_template, decode, encode_messages, template_variables
+from rl_backend.data.chat_template import chat_template, decode, encode_messages, require_utf8, template_variables
 from rl_backend.environment.protocol import Generation
 from rl_backend.environment.tool_call_parsers import CallParser, ParsedTurn, call_parser
 
@@ -56,42 +57,30 @@ _REPLACEMENT = "\ufffd"
 def add_openai(app: FastAPI, server: Server, owner_kind: Any, asked_kind: Any) -> None:
     """Adds ``/v1``. ``owner_kind`` and ``asked_kind`` annotate what a request's key and body become."""
 
+    def shown(owner: str, name: str) -> dict[str, Any]:
+        return {"id": name, "object": "model", "created": int(server.started), "owned_by": owner}
+
     async def models(owner: owner_kind) -> Any:
-        return {
-            "object": "list",
-            "data": [
-                {"id": name, "object": "model", "created": int(server.started), "owned_by": owner}
-                for name in _names(server, owner)
-            ],
-        }
+        return {"object": "list", "data": [shown(owner, name) for name in _names(server, owner)]}
+
+    async def model(owner: owner_kind, name: str) -> Any:
+        _named(server, owner, name)
+        return shown(owner, name)
 
     async def completions(owner: owner_kind, asked: asked_kind) -> Any:
-        return await _reported(_complete(server, owner, asked, chat=False))
+        return await _complete(server, owner, asked, chat=False)
 
     async def chat(owner: owner_kind, asked: asked_kind) -> Any:
-        return await _reported(_complete(server, owner, asked, chat=True))
+        return await _complete(server, owner, asked, chat=True)
 
     # Annotations of these are values here, which FastAPI would look for in the module.
-    for route in (models, completions, chat):
-        route.__annotations__ = {"owner": owner_kind, "asked": asked_kind} if route is not models else {"owner": owner_kind}
+    kinds = {"owner": owner_kind, "asked": asked_kind, "name": str}
+    for route in (models, model, completions, chat):
+        route.__annotations__ = {each: kinds[each] for each in inspect.signature(route).parameters}
     app.get("/v1/models")(models)
+    app.get("/v1/models/{name:path}")(model)
     app.post("/v1/completions")(completions)
     app.post("/v1/chat/completions")(chat)
-
-
-async def _reported(work: Any) -> Any:
-    try:
-        return await work
-    except UnknownError as error:
-        return _error(str(error), 404)
-    except BusyError as error:
-        return _error(str(error), 429)
-    except RLBackendError as error:
-        return _error(str(error), 400)
-
-
-def _error(text: str, status: int) -> JSONResponse:
-    return JSONResponse({"error": {"message": text, "type": "invalid_request_error", "code": status}}, status)
 
 
 def _names(server: Server, owner: str) -> list[str]:
@@ -153,12 +142,14 @@ async def _complete(server: Server, owner: str, asked: Mapping[str, Any], *, cha
     for name, idle in _NOT_SERVED.items():
         if asked.get(name) not in idle:
             raise UnsupportedError(f"{name}={asked[name]!r} is not served here; leave it out")
-    model, folder, lora = _named(server, owner, str(asked.get("model")))
+    model, folder, lora = _named(server, owner, text_in(asked, "model"))
     tools = [] if not chat or asked.get("tool_choice") == "none" else asked.get("tools") or []
+    if not isinstance(tools, list) or not all(isinstance(each, Mapping) for each in tools):
+        raise BatchError("tools: expected a list of objects")
     prompt = await _prompt(model.folder, asked, tools, chat=chat)
     stop = asked.get("stop")
-    ends = [stop] if isinstance(stop, str) else list(stop or ())
-    if not all(isinstance(each, str) and each for each in ends):
+    ends = [stop] if isinstance(stop, str) else [] if stop is None else stop
+    if not isinstance(ends, list) or not all(isinstance(each, str) and each for each in ends):
         raise BatchError(f"stop={stop!r}: expected a text, or a list of texts")
     most = next((name for name in ("max_completion_tokens", "max_tokens") if asked.get(name) is not None), "")
     params: dict[str, Any] = {
@@ -171,7 +162,7 @@ async def _complete(server: Server, owner: str, asked: Mapping[str, Any], *, cha
     seed = None if asked.get("seed") is None else read_whole(asked, "seed", -(1 << 62), 1 << 62)
     count = 1 if asked.get("n") is None else read_whole(asked, "n", 1, server.limits.open_samples)
     server.require_places(count)
-    answer = _Answer(server, model, str(asked["model"]), ends, has_tools=bool(tools), chat=chat)
+    answer = _Answer(server, model, asked["model"], ends, has_tools=bool(tools), chat=chat)
     # A number in completions, which may be 0; a flag in chats.
     shown = asked.get("logprobs")
     wants_log_probs = bool(shown) or (not chat and shown == 0 and shown is not False)
@@ -180,7 +171,7 @@ async def _complete(server: Server, owner: str, asked: Mapping[str, Any], *, cha
         if count != 1 or wants_log_probs or echo:
             raise UnsupportedError("stream=true with logprobs, echo, or n above 1, is not served here; leave one out")
         pieces = model.sampling.stream(prompt, params, folder, seed)
-        shows_usage = bool((asked.get("stream_options") or {}).get("include_usage"))
+        shows_usage = bool(read_object(asked, "stream_options").get("include_usage"))
         return StreamingResponse(answer.events(prompt, pieces, shows_usage=shows_usage), media_type="text/event-stream")
     widest = min(_MOST_LIKELY, model.sampling.vocab_size)
     width = width_in(asked, "top_logprobs" if chat else "logprobs", count * model.longest, widest)
@@ -204,10 +195,11 @@ async def _prompt(model: Path, asked: Mapping[str, Any], tools: Sequence[Any], *
     if not isinstance(given, list if chat else str) or not given:
         expected = "a list of messages" if chat else "a text, or token ids; one prompt a request"
         raise BatchError(f"{'messages' if chat else 'prompt'}: expected {expected}")
+    require_utf8(given, "messages" if chat else "prompt")
     tokenizer = await asyncio.to_thread(_tokenizer, model)
     if not chat:
         return list(await asyncio.to_thread(tokenizer.encode, given))
-    variables = dict(asked.get("chat_template_kwargs") or {})
+    variables = dict(read_object(asked, "chat_template_kwargs"))
     if "strftime_now" in template_variables(chat_template(tokenizer)):
         variables.setdefault("strftime_now", datetime.now(UTC).date().isoformat())
     messages = [_message(each) for each in given]

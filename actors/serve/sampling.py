@@ -19,7 +19,7 @@ from actors.rollout.group.group import RolloutGroup
 from actors.rollout.messages import prompt_problem, sample_seed
 from actors.rollout.tokens import RolloutTokens
 from actors.serve.scores import EMPTY, Scores, Scoring, width_in
-from actors.serve.wire import Cells, Sampled, Top, read_number, read_whole, write_samples
+from actors.serve.wire import Cells, Sampled, Top, read_number, read_object, read_whole, write_samples
 from actors.sync.adapter_push import push_directory
 from rl_backend.checkpoint.hf_reader import read_hf_config
 from rl_backend.contracts import BatchError, EngineDeadError, EngineDirtyError, RLBackendError, UnsupportedError
@@ -122,7 +122,7 @@ class Sampling:
         for name in ("prompt_alt_tokens_k", "record_stability_info"):
             if asked.get(name):
                 raise UnsupportedError(f"{name}={asked[name]!r} is not served here; leave it out")
-        params = asked.get("sampling_params") or {}
+        params = read_object(asked, "sampling_params")
         self.check(prompt)
         sampling, wanted = self._sampling(params), Scoring.of(asked, prompt, self.vocab_size)
         count = int(asked.get("num_samples", 1))
@@ -269,12 +269,16 @@ def _shown(asked: Mapping[str, Any], wanted: Scoring, scores: Scores) -> tuple[n
 def prompt_of(asked: Mapping[str, Any]) -> list[int]:
     """Raises :class:`UnsupportedError` for a prompt that is not text, :class:`BatchError` for ids that are no numbers."""
     tokens: list[int] = []
-    for chunk in (asked.get("prompt") or {}).get("chunks") or ():
+    chunks = read_object(asked, "prompt").get("chunks") or ()
+    if not isinstance(chunks, Sequence) or not all(isinstance(chunk, Mapping) for chunk in chunks):
+        raise BatchError("prompt.chunks: expected a list of objects")
+    for chunk in chunks:
         if chunk.get("type", "encoded_text") != "encoded_text":
             raise UnsupportedError(f"a prompt with a chunk of type {chunk['type']!r} is not served here; only text is")
-        if not all(type(each) is int for each in chunk["tokens"]):
+        ids = chunk.get("tokens")
+        if not isinstance(ids, list) or not all(type(each) is int for each in ids):
             raise BatchError("the prompt has a token that is no whole number")
-        tokens += chunk["tokens"]
+        tokens += ids
     return tokens
 
 

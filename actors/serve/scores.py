@@ -110,6 +110,6 @@ def width_in(asked: Mapping[str, Any], name: str, length: int, vocab_size: int) 
     """
     width = asked.get(name) or 0
     most = min(vocab_size, _MOST_CELLS // length)
-    if not isinstance(width, int) or not 0 <= width <= most:
+    if type(width) is not int or not 0 <= width <= most:
         raise BatchError(f"{name}={width!r}: expected a number up to {most} for {length} tokens")
     return width

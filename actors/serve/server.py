@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,6 +25,7 @@ from actors.serve.sampling import Sampling, Score
 from actors.serve.scores import Scores, Scoring
 from actors.serve.store import CHECKPOINTS, REQUESTS, RUNS, SAMPLERS, SESSIONS, Result, Store
 from actors.serve.training import ADAPTER, Call, Run, Training
+from actors.serve.wire import read_object
 from rl_backend.contracts import BatchError, CheckpointError, ConfigError, UnsupportedError
 
 logger = logging.getLogger(__name__)
@@ -322,7 +324,7 @@ class Server:
     # Runs.
 
     def create_model(self, owner: str, asked: Mapping[str, Any]) -> Mapping[str, Any]:
-        lora = {"seed": None, **(asked.get("lora_config") or {})}
+        lora = {"seed": None, **read_object(asked, "lora_config")}
         lora["seed"] = secrets.randbits(31) if lora["seed"] is None else lora["seed"]
 
         def make(run: Run) -> Mapping[str, Any]:
@@ -361,7 +363,7 @@ class Server:
         request_id, is_new = self.store.accept(run, 0, owner)
         if not is_new:
             return {"request_id": request_id, "model_id": run}
-        over = "" if base in self.models else self._not_served(base)
+        problem = "" if base in self.models else self._not_served(base)
         added = self.store.add(
             RUNS,
             id=run,
@@ -371,15 +373,27 @@ class Server:
             lora=dict(lora),
             created=now,
             last_request=now,
-            over=over,
+            over=problem,
+            failed=bool(problem),
             user_metadata=metadata,
         )
-        if added and not over:
-            self.models[base].training.create(run, request_id, make)
+        if added and not problem:
+            self.models[base].training.create(run, request_id, partial(self._made, make))
         else:
-            problem = over or f"{run} was created before; its answer is not kept any more"
+            problem = problem or f"{run} was created before; its answer is not kept any more"
             self.futures.finish({request_id: Result.failed(problem)})
         return {"request_id": request_id, "model_id": run}
+
+    def _made(self, make: Callable[[Run], Mapping[str, Any]], run: Run) -> Mapping[str, Any]:
+        try:
+            return make(run)
+        except Exception as error:
+            self.store.change(RUNS, {"over": f"the run could not be created: {error}", "failed": True}, id=run.id)
+            raise
+
+    def runs(self, **where: Any) -> list[dict[str, Any]]:
+        """As lists show them: those that could be created, in the order of creation."""
+        return [run for run in self.store.rows(RUNS, **where) if not run["failed"]]
 
     def require_run(self, owner: str, run: str) -> dict[str, Any]:
         found = self.store.get(RUNS, id=run, owner=owner)
@@ -737,7 +751,7 @@ class Server:
 
 
 def _require_adam(asked: Mapping[str, Any]) -> None:
-    kind = (asked.get("optimizer_config") or {}).get("type", "adamw")
+    kind = read_object(asked, "optimizer_config").get("type", "adamw")
     if kind not in ("adam", "adamw"):
         raise UnsupportedError(f"optimizer_config.type={kind!r} is not served here; use adamw")
 

@@ -51,6 +51,8 @@ RUNS = Table(
     Column("last_request", Float, nullable=False),
     # Why it takes no requests any more; empty while it does.
     Column("over", String, nullable=False),
+    # Whether it could not be created: lists leave it out, and its requests are told why.
+    Column("failed", Boolean),
     Column("user_metadata", sql.JSON),
 )
 REQUESTS = Table(

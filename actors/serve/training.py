@@ -225,7 +225,7 @@ class Training:
     # What the server asks, from any thread.
 
     def create(self, run_id: str, request_id: str, work: Callable[[Run], Mapping[str, Any]]) -> None:
-        """A new run, which ``work`` fills; the answer is what it returns."""
+        """A new run, which ``work`` fills; the answer is what it returns. Where it raises there is no run."""
         with self._changed:
             self._runs[run_id] = Run(run_id)
         self.submit(run_id, 0, Call(request_id, work))
@@ -501,6 +501,8 @@ class Training:
             job = run.head
             assert isinstance(job, Call), "chosen by its kind"
             self._done(run, self._outcome(partial(job.work, run)))
+            if run.tenant is None:
+                self.end(run.id, "the run could not be created")
 
     def _step(self, runs: Sequence[Run]) -> None:
         """One step of each, in one operation of the group."""

@@ -350,6 +350,14 @@ def read_number(asked: Mapping[str, Any], name: str) -> float:
     return float(value)
 
 
+def read_object(asked: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    """Empty where the request has none; raises :class:`BatchError` for what is no object."""
+    value = asked.get(name)
+    if not isinstance(value, Mapping | None):
+        raise BatchError(f"{name}={repr(value)[:200]}: expected an object")
+    return value or {}
+
+
 def read_cells(where: str, asked: Any, absent: int) -> Cells:
     """Reads whole numbers that a request has in JSON; ``absent`` stands in cells that a sparse array does not list.
 

@@ -13,11 +13,12 @@ class Layout(NamedTuple):
     num_ranks: int
 
     def describe(self) -> str:
-        """As in ``4 ranks (dp=2, tp=2)``."""
+        """As in ``4 ranks (dp=2, tp=2)``; of another runtime than the native one with its name."""
         parallel: ParallelConfig = self.config.backend_cfg.parallel
         sizes = {"dp": parallel.data_parallel_size(self.num_ranks), **parallel.model_dump()}
         shown = ", ".join(f"{name}={size}" for name, size in sizes.items() if size > 1)
-        return count(self.num_ranks, "rank") + (f" ({shown})" if shown else "")
+        runtime = "" if self.config.backend == "native" else f" of the {self.config.backend} runtime"
+        return count(self.num_ranks, "rank") + runtime + (f" ({shown})" if shown else "")
 
     def smaller(self, fewest: int, most: int) -> Layout | None:
         """The largest with fewer data-parallel ranks, of ``fewest`` to ``most`` ranks; None without one."""

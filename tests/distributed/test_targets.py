@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 from rl_backend.algorithm import tinker_losses
-from rl_backend.contracts import TARGET_IDS, SamplingCuts, TokenSequence
+from rl_backend.contracts import TARGET_IDS, MetricValue, ModelOutput, PackedBatch, SamplingCuts, TokenSequence
 from rl_backend.contracts.lora import LORA_FIELD, LoRAConfig
 from rl_backend.data import pack_plan, plan_tenants
 from tests.support.families import load_transformers
@@ -114,11 +115,68 @@ def test_log_probs_are_those_of_transformers_and_losses_exact_sums(
         assert torch.equal(top_ids, likeliest[index].indices)
         torch.testing.assert_close(top_log_probs.double(), likeliest[index].values, rtol=1e-5, atol=1e-5)
     sources = [each for each in found if each[0]]
-    assert sum(loss for _, loss, _, _ in sources) == pytest.approx(total, rel=1e-5)
-    assert sum(metric for _, _, metric, _ in sources) == pytest.approx(total, rel=1e-5)
+    # Of plain torch in float64: the whole model's rounding is in it. Of the log-probs of this pass: the sum's alone.
+    summed = -sum(
+        float((log_probs.double() * sequences(0)[index].token_fields["weights"]).sum())
+        for index, (log_probs, *_) in outputs_of.items()
+    )
+    for found_total in (sum(loss for _, loss, _, _ in sources), sum(metric for _, _, metric, _ in sources)):
+        assert found_total == pytest.approx(total, rel=1e-6)
+        assert found_total == pytest.approx(summed, rel=1e-6)
     for *_, gradients in found:
         for name, gradient in gradients.items():
             torch.testing.assert_close(gradient, on_one_rank[name], rtol=1e-4, atol=1e-5)
+
+
+type Passed = tuple[list[Tensor], float, dict[str, Tensor]]
+"""Log-probs, loss and gradients of a tenant."""
+
+
+def next_tokens_job(model: str, backend: str, layout: str) -> list[Passed]:
+    """Of a pass without targets, and of one whose targets are each row's own next tokens."""
+    from rl_backend.contracts import OptimizerConfig
+    from tests.support.bridge_runs import open_bridge
+    from tests.support.native import open_runtime
+
+    def weighted(output: ModelOutput, data: PackedBatch, dp_group: Any = None) -> tuple[Tensor, dict[str, MetricValue]]:
+        assert output.log_probs is not None
+        return -(data.token_field("weights")[:, 0] * output.log_probs).sum(), {}
+
+    settings, found = (BRIDGE if backend == "bridge" else NATIVE)[layout][1], list[Passed]()
+    with (open_bridge if backend == "bridge" else open_runtime)(model, **settings) as runtime:
+        base = runtime.build_model(trainable=False)
+        lora = LoRAConfig(rank=4, alpha=8.0, targets=("attention", "head"))
+        tenant = runtime.create_lora_adapter(base, lora, OptimizerConfig(), name="own")
+        rank, size = base.data_parallel_rank, base.data_parallel_size
+        plan = plan_tenants(LENGTHS, [0] * len(LENGTHS), size, 20, multiple_of=base.micro_batch_multiple, fill=True)
+        for has_targets in (False, True):
+            rows = []
+            for row in sequences(tenant.lora_id):
+                following = torch.cat([row.input_ids[1:], torch.tensor([-100])])
+                fields = {"weights": row.token_fields["weights"], **({TARGET_IDS: following} if has_targets else {})}
+                rows.append(TokenSequence(row.input_ids, fields, row.sequence_fields))
+            result = runtime.forward_backward(base, pack_plan(rows, plan, {})[rank], {"own": weighted}).tenants["own"]
+            assert not result.error, result.error
+            outputs = [*result.outputs["log_probs"]] if result.outputs else []
+            found.append((outputs, result.loss, copied(runtime.export_gradients(tenant))))
+            runtime.zero_grad(tenant)
+    return found
+
+
+@pytest.mark.shows("model: a pass without targets has the bits of one whose targets are the next tokens, in every layout")
+@pytest.mark.parametrize(
+    ("backend", "layout"),
+    sampled(cases(LAYOUTS, ("one rank", "dp2", "tp2", "pp2")), ("native", "cp2"), ("bridge", "tp2")),
+)
+def test_a_pass_without_targets_has_the_bits_of_one_with_the_next_tokens(
+    ranks: RankPool, model: str, backend: str, layout: str
+) -> None:
+    world_size = (BRIDGE if backend == "bridge" else NATIVE)[layout][0]
+    for without, given in ranks.run(next_tokens_job, model, backend, layout, world_size=world_size):
+        assert without[1] == given[1]
+        assert without[2].keys() == given[2].keys()
+        assert all(map(torch.equal, [*without[0], *without[2].values()], [*given[0], *given[2].values()]))
+        assert any(bool(each.any()) for each in without[2].values())
 
 
 CUTS = SamplingCuts(top_p=0.8, top_k=30, min_p=0.001)

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import json
+import os
+import re
+import shlex
 import signal
+import subprocess
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.e2e.test_cluster import STEPS, assert_learned, options
-from tests.support.clusters import HeadNode
+from tests.support.clusters import ROOT, HeadNode
+from tests.support.runs import differences, outcome, steps_of
 
 SUBMIT = ("-m", "examples.ray_job")
 FAILURE = (
@@ -89,6 +95,55 @@ def test_a_job_finds_its_plugins_and_an_interrupt_stops_it(head: HeadNode, tmp_p
     output, _ = process.communicate(timeout=60)
     assert process.returncode == 130, output
     assert output.splitlines()[-1].endswith("stopped")
+
+
+# As a scheduler would that submits a job again until it succeeds.
+RETRIES = """
+cd {root}
+for attempt in 1 2 3; do
+    {command} && exit 0
+    echo "attempt $attempt ended with $?"
+done
+exit 1
+"""
+
+
+@pytest.mark.long
+@pytest.mark.shows(
+    "recovery: a Ray job with retries, whose driver is killed, resumes by itself and ends as the undisturbed run"
+)
+def test_a_job_with_retries_resumes_by_itself(head: HeadNode, task: Path, tmp_path: Path) -> None:
+    files = {"model": task / "model", "dataset": task / "train.jsonl"}
+    options = {**files, "steps": 40, "save-every": 5, "batch-size": 8, "ranks": 2, "lr": 1e-3, "metrics-to": "none"}
+
+    def submit(folder: Path) -> subprocess.Popen[str]:
+        command = [_python(), "-m", "examples.sft", "--run-dir", str(folder), "--resume", "auto"]
+        command += [part for name, value in options.items() for part in (f"--{name}", str(value))]
+        script = folder.with_suffix(".sh")
+        script.write_text(RETRIES.format(root=ROOT, command=shlex.join(command)))
+        return head.python("-m", "ray.scripts.scripts", "job", "submit", "--address", head.address, "--", "sh", str(script))
+
+    job = submit(tmp_path / "killed")
+    until(lambda: len(steps_of(tmp_path / "killed")) >= 12)
+    (number,) = re.findall(r"process (\d+) on ", (tmp_path / "killed" / ".lock").read_text())
+    os.kill(int(number), signal.SIGKILL)
+    output, _ = job.communicate(timeout=300)
+    assert job.returncode == 0, output
+    before, _, after = output.partition("attempt 1 ended with 137")
+    assert "continuing after step" not in before and "attempt 2" not in after
+    (step,) = re.findall(r"continuing after step (\d+), from", after)
+    assert 5 <= int(step) < 40
+    output, _ = (other := submit(tmp_path / "undisturbed")).communicate(timeout=300)
+    assert other.returncode == 0, output
+    assert not differences(outcome(tmp_path / "killed"), outcome(tmp_path / "undisturbed"))
+    assert [line["step"] for line in steps_of(tmp_path / "killed")] == list(range(1, 41))
+
+
+def until(condition: Callable[[], bool], seconds: float = 240.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
 
 
 def _python() -> str:

@@ -25,6 +25,7 @@ from actors.run.session import Session, open_session
 from actors.sync.staged_transports import SharedMemoryTransport
 from examples import grpo, sft
 from examples.demo.__main__ import DemoConfig, demo_settings
+from examples.demo.task import write_task
 from rl_backend.contracts import ConfigError, RLBackendError
 from rl_backend.data.prompts import endless_batches
 from tests.support.runs import of_the_run
@@ -220,7 +221,7 @@ def test_a_run_of_the_bridge_goes_on_from_memory(ray_cluster: None, task: Path, 
     assert recoveries(found)[0]["recovery/steps_repeated"] <= 2
 
 
-def train_and_move(config: sft.SFTConfig, session: Session, moves: dict[int, tuple[int, dict[str, int]]]) -> Path:
+def train_and_move(config: sft.SFTConfig, session: Session, moves: dict[int, Callable[[Run], None]]) -> Path:
     """A loop of a user's own, whose training group gets another layout after some steps."""
     examples, _ = sft.load_data(config)
     with Run(config, session) as run:
@@ -230,8 +231,7 @@ def train_and_move(config: sft.SFTConfig, session: Session, moves: dict[int, tup
         for step in run.steps():
             run.end_step(update_metrics([model.update(list(chain(*next(batches))), Loss("rl_backend.algorithm:sft_loss"))]))
             if step in moves:
-                ranks, sizes = moves[step]
-                run.reshape(ranks, **sizes)
+                moves[step](run)
         run.save_model(model)
     return Path(config.run_dir)
 
@@ -241,7 +241,11 @@ def train_and_move(config: sft.SFTConfig, session: Session, moves: dict[int, tup
 def test_a_run_changes_its_layout_between_steps(
     ray_cluster: None, task: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    moves: dict[int, tuple[int, dict[str, int]]] = {2: (2, {"tp": 2}), 4: (2, {"pp": 2}), 6: (1, {})}
+    moves: dict[int, Callable[[Run], None]] = {
+        2: lambda run: run.reshape(2, tp=2),
+        4: lambda run: run.reshape(2, pp=2),
+        6: lambda run: run.reshape(1),
+    }
     configs = [config_of(task, tmp_path / name) for name in ("undisturbed", "moved")]
     with open_session(configs[0]) as session:
         folders = [run(configs[0], session), train_and_move(configs[1], session, moves)]
@@ -264,6 +268,39 @@ def test_a_run_changes_its_layout_between_steps(
             run(config_of(task, folder, steps=10, resume="auto"), session)
     assert len(lines(folders[1])) == 10
     assert_close(*folders)
+
+
+@pytest.mark.long
+@pytest.mark.shows(
+    "recovery: a run of a mixture moves from dp=2 to ep=2, to the bridge and back to the native runtime between its steps; "
+    "losses within 1e-5"
+)
+def test_a_run_moves_to_expert_parallelism_and_to_the_other_runtime(
+    ray_cluster: None, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    write_task(tmp_path / "task", seed=0, model="qwen3_moe")
+    # Moments of the optimizer that were lost would show.
+    changes = {"lr": 1e-3, "steps": 9}
+    configs = [config_of(tmp_path / "task", tmp_path / name, **changes) for name in ("undisturbed", "moved")]
+    native, bridge = configs[1].runtime_config(), configs[1].replace(train={"backend": "bridge"}).runtime_config()
+    moves: dict[int, Callable[[Run], None]] = {
+        2: lambda run: run.reshape(2, ep=2),
+        4: lambda run: run.reshape(2, bridge, ep=2),
+        6: lambda run: run.reshape(2, tp=2),
+        8: lambda run: run.reshape(2, native),
+    }
+    with open_session(configs[0]) as session:
+        folders = [run(configs[0], session), train_and_move(configs[1], session, moves)]
+        assert session.groups[0].epoch == 4 and not session.groups[0].recoveries
+    assert_close(*folders)
+    said = [line for line in capfd.readouterr().out.splitlines() if " went from " in line]
+    expected = [
+        "from 2 ranks (dp=2) to 2 ranks (dp=2, ep=2) in ",
+        "from 2 ranks (dp=2, ep=2) to 2 ranks of the bridge runtime (dp=2, ep=2) in ",
+        "to 2 ranks of the bridge runtime (tp=2) in ",
+        "from 2 ranks of the bridge runtime (tp=2) to 2 ranks (dp=2) in ",
+    ]
+    assert [part in line for part, line in zip(expected, said, strict=True)] == [True] * 4
 
 
 def assert_close(*folders: Path) -> None:

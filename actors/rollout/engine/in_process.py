@@ -15,8 +15,8 @@ from actors.rollout.vllm.process import prepare_process, start_vllm
 from rl_backend.contracts import UNVERSIONED, EngineDeadError, EngineDirtyError, RolloutError, WeightVersionError
 from rl_backend.weights.staging import ExpectedWeights
 
-# In a row. Debuggers stop a process for moments, too.
-_STOPPED_LOOKS = 3
+# In a row, at heartbeats: 3 s. Debuggers stop a process for moments, too.
+STOPPED_LOOKS = 6
 
 
 class Workers:
@@ -36,7 +36,7 @@ class Workers:
         ended = [process.pid for process in self._processes if process.has_ended]
         stopped = [process.pid for process in self._processes if process.is_stopped]
         self._stopped_looks = self._stopped_looks + 1 if stopped else 0
-        if not ended and self._stopped_looks < _STOPPED_LOOKS:
+        if not ended and self._stopped_looks < STOPPED_LOOKS:
             return
         # The others wait for it in their collectives, and a stopped one would continue one day.
         for process in self._processes:

@@ -18,10 +18,11 @@ from actors.rollout.messages import EngineInfo
 from actors.wire.segment import host_identity
 from rl_backend.contracts import EngineDeadError, RLBackendError
 
-BEAT_SECONDS = 1.0
+# The end of a process is found by the beat after it and read at the next: within two of them.
+BEAT_SECONDS = 0.5
 # Without an answer to a beat for so many more, the process is looked at; it is dead when it was seen stopped so often in a
 # row. A busy process is late as well, and is not stopped.
-LATE_BEATS, STOPPED_LOOKS = 2, 3
+LATE_BEATS, STOPPED_LOOKS = 4, 6
 
 
 @dataclass

@@ -325,4 +325,28 @@ FAULTS = [
         ("test_seconds_are_shown_in_the_two_largest_units",),
         "a server would be said to be up for an hour until it is up for two",
     ),
+    Fault(
+        "runs-that-never-were-are-live",
+        "actors.serve.training:Training._call",
+        "if run.tenant is None:",
+        "if False:",
+        ("test_a_run_that_could_not_be_created_is_in_no_list_and_its_requests_are_told_why",),
+        "the status page would list runs that could not be created, for as long as their session lives",
+    ),
+    Fault(
+        "runs-that-never-were-are-listed",
+        "actors.serve.server:Server.runs",
+        'not run["failed"]',
+        "True",
+        ("test_a_run_that_could_not_be_created_is_in_no_list_and_its_requests_are_told_why",),
+        "a client would find runs in its lists of which it never had any",
+    ),
+    Fault(
+        "errors-of-one-api-in-the-words-of-the-other",
+        "actors.serve.app:_problem",
+        'request.url.path.startswith("/v1/")',
+        "False",
+        ("test_every_error_is_an_object_of_openai_s",),
+        "openai's package would not find what was wrong with a request",
+    ),
 ]

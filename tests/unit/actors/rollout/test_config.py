@@ -30,6 +30,7 @@ from rl_backend.contracts import ConfigError
         ({"engine_args": {"max_model_len": 3}}, "use RolloutConfig.max_model_len"),
         ({"engine_args": {"skip_tokenizer_init": False}}, "use RolloutConfig.load_tokenizer"),
         ({"engine_args": {"logprobs_mode": "raw_logprobs"}}, "set it themselves"),
+        ({"engine_args": {"return_sampling_mask": True}}, r"\['return_sampling_mask'\]=True: nothing reads these masks"),
         ({"num_engines": 2, "cores": [[0]]}, "each of the 2 engines"),
         ({"cores": [[0, 0]]}, "different core numbers"),
         ({"cores": [[0, 1, 2]], "tensor_parallel": 2}, "a multiple of tensor_parallel=2"),

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
+import httpx
 import openai
 import pytest
 import torch
@@ -16,6 +17,7 @@ from actors.serve.sampling import STREAMED_TOKENS
 from rl_backend.environment.protocol import Generation
 from tests.support.chat_templates import chat_tokenizer
 from tests.support.models import write_tiny
+from tests.support.serve_wire import Wire
 from tests.support.served import served
 from tests.support.torch_engine import TorchEngine
 
@@ -203,8 +205,59 @@ def test_likeliest_tokens_are_those_of_torch_and_seeds_repeat_samples(talking: S
         ({"stop": ["x"] * 300}, "stop: 3"),
         ({"logprobs": True, "top_logprobs": 21}, "number up to 20"),
         ({"temperature": -1, "stream": True}, "temperature"),
+        ({"stop": 5}, "stop=5: expected a text"),
+        ({"extra_body": {"tools": "x"}}, "tools: expected a list of objects"),
+        ({"stream": True, "stream_options": "x"}, "stream_options='x': expected an object"),
     ],
 )
 def test_what_is_not_served_is_refused_by_name(options: dict[str, Any], named: str, talking: SimpleNamespace) -> None:
     with pytest.raises(openai.BadRequestError, match=named):
         chat(talking, **{"max_tokens": 1, **options})
+
+
+def test_a_model_is_found_by_each_name_that_the_list_has(talking: SimpleNamespace) -> None:
+    wire = Wire(talking.url)
+    _, run = wire.run(talking.model)
+    path = wire.answer(wire.post("save_weights_for_sampler", model_id=run, seq_id=1, path="a")).json()["path"]
+    listed = talking.door.models.list().data
+    assert {talking.name, run, path} <= {each.id for each in listed}
+    assert [talking.door.models.retrieve(each.id) for each in listed] == listed
+    assert talking.door.get(f"/models/{path}", cast_to=object)["id"] == path, "as clients write it that encode nothing"
+    with pytest.raises(openai.NotFoundError, match="model='other' is not known"):
+        talking.door.models.retrieve("other")
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "body", "status", "said"),
+    [
+        ("POST", "chat/completions", b"{", 400, "body: not JSON"),
+        ("POST", "completions", b"\xff", 400, "body: not JSON"),
+        ("POST", "completions", b"[]", 400, "expected an object"),
+        ("POST", "completions", b'{"prompt": "1"}', 400, "model=None: expected a text"),
+        ("POST", "completions", b'{"model": "other", "prompt": "1"}', 404, "model='other' is not known"),
+        ("POST", "completions", b'{"model": "NAME", "prompt": "\\ud800"}', 400, "prompt: character 1 is '\\ud800', half of"),
+        ("POST", "embeddings", b"{}", 404, "POST /v1/embeddings: Not Found; docs/serve.md"),
+        ("GET", "completions", None, 405, "GET /v1/completions: Method Not Allowed"),
+    ],
+)
+def test_every_error_is_an_object_of_openai_s(
+    method: str, path: str, body: bytes | None, status: int, said: str, talking: SimpleNamespace
+) -> None:
+    headers = {"Authorization": "Bearer tml-local"}
+    sent = None if body is None else body.replace(b"NAME", talking.name.encode())
+    found = httpx.request(method, f"{talking.url}/v1/{path}", content=sent, headers=headers, timeout=60)
+    error = found.json()["error"]
+    assert found.status_code == status and error["code"] == str(status) and said in error["message"]
+    assert httpx.get(f"{talking.url}/v1/models").json()["error"]["message"].startswith("no key: ")
+
+
+def test_a_failure_of_the_server_is_an_object_of_openai_s_too(
+    talking: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: Any) -> Any:
+        raise RuntimeError("no")
+
+    monkeypatch.setattr("actors.serve.openai._names", fails)
+    with pytest.raises(openai.InternalServerError, match="RuntimeError: no") as failed:
+        talking.door.models.list()
+    assert failed.value.code == "500"

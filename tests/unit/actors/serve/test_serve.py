@@ -350,6 +350,11 @@ def test_what_is_wrong_with_a_request_for_samples_is_named(running: SimpleNamesp
         ({"sampling_params": {"seed": 1.5}}, "seed=1.5: expected a whole number"),
         ({"sampling_params": {"max_tokens": 0}}, "max_tokens=0: expected a whole number from 1"),
         ({"prompt": {"chunks": [{"tokens": ["a"]}]}}, "a token that is no whole number"),
+        ({"prompt": {"chunks": [{}]}}, "a token that is no whole number"),
+        ({"prompt": {"chunks": [3]}}, "prompt.chunks: expected a list of objects"),
+        ({"prompt": "x"}, "prompt='x': expected an object"),
+        ({"sampling_params": [1]}, r"sampling_params=\[1\]: expected an object"),
+        ({"topk_prompt_logprobs": True}, "topk_prompt_logprobs=True: expected a number"),
         (
             {"topk_sample_logprobs": 100, "num_samples": 2000, "sampling_params": {"max_tokens": 50}},
             "topk_sample_logprobs=100: expected a number up to",

@@ -293,6 +293,25 @@ def test_a_run_answers_with_what_it_saved_last_named_or_not(running: SimpleNames
     assert save(3, sampling_session_seq_id=1) not in (None, first, second)
 
 
+def test_a_run_that_could_not_be_created_is_in_no_list_and_its_requests_are_told_why(
+    running: SimpleNamespace, model: Path
+) -> None:
+    wire = Wire(running.url)
+    session, run = wire.run(model)
+    failed = [
+        wire.post("create_model", session_id=session, model_seq_id=at, base_model=base, lora_config={"rank": rank}).json()
+        for at, (base, rank) in enumerate(((str(model), 0), ("other", 2)), 1)
+    ]
+    for each, why in zip(failed, ("lora_config.rank=0", "base_model='other'"), strict=True):
+        assert why in wire.answer(each).json()["error"]
+        assert why in wire.answer(wire.data(each["model_id"], 1)).json()["error"]
+    assert wire.get(f"sessions/{session}").json()["training_run_ids"] == [run]
+    listed = {each["training_run_id"] for each in wire.get("training_runs?limit=100").json()["training_runs"]}
+    assert run in listed and not listed & {each["model_id"] for each in failed}
+    until(lambda: failed[0]["model_id"] not in running.training.waiting)
+    assert run in running.training.waiting
+
+
 @pytest.mark.parametrize(("named", "wrong"), [("rank", 2.5), ("rank", "8"), ("seed", "x")])
 def test_numbers_of_an_adapter_are_whole(named: str, wrong: Any, running: SimpleNamespace, model: Path) -> None:
     wire = Wire(running.url)

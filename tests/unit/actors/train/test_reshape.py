@@ -315,3 +315,5 @@ def test_fewest_ranks_are_those_of_a_layout() -> None:
     with pytest.raises(ConfigError, match=r"^TrainGroup\.min_ranks=1: recover=off ends the group at the first death"):
         TrainGroup(RuntimeConfig(hf_path="m"), 2, min_ranks=1)
     assert layout(4, tp=2).describe() == "4 ranks (dp=2, tp=2)" and layout(1).describe() == "1 rank"
+    bridge = Layout(RuntimeConfig(backend="bridge", hf_path="m"), 2)
+    assert bridge.describe() == "2 ranks of the bridge runtime (dp=2)"

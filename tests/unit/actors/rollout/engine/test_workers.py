@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import pytest
 
 from actors.cluster.processes import Process
-from actors.rollout.engine.in_process import Workers
+from actors.rollout.engine.in_process import STOPPED_LOOKS, Workers
 from rl_backend.contracts import EngineDeadError
 from tests.support.actors_in_process import until
 
@@ -33,7 +33,7 @@ def test_an_engine_with_a_lost_worker_says_so_and_ends_the_others(children: list
     os.kill(children[1].pid, number)
     until(lambda: children[1].is_stopped or children[1].has_ended)
     if number == signal.SIGSTOP:
-        for _ in range(2):
+        for _ in range(STOPPED_LOOKS - 1):
             workers.check()
     for _ in range(2):
         with pytest.raises(EngineDeadError, match=rf"engine 3 is dead: its worker process {children[1].pid} {says}") as lost:
@@ -48,8 +48,8 @@ def test_a_worker_that_is_stopped_for_moments_is_left_alone(children: list[Proce
     for _ in range(3):
         os.kill(children[0].pid, signal.SIGSTOP)
         until(lambda: children[0].is_stopped)
-        workers.check()
-        workers.check()
+        for _ in range(STOPPED_LOOKS - 1):
+            workers.check()
         os.kill(children[0].pid, signal.SIGCONT)
         until(lambda: not children[0].is_stopped)
         workers.check()

@@ -112,13 +112,13 @@ def test_a_busy_process_has_the_whole_time_and_one_that_was_stopped_for_a_moment
 ) -> None:
     engines = Engines(child)
     engines.actors[1].silent.add("pulse")
-    for number in (signal.SIGSTOP, signal.SIGCONT) * 3:
+    for number in (signal.SIGSTOP, signal.SIGCONT) * 6:
         os.kill(child.pid, number)
         until(lambda number=number: child.is_stopped == (number == signal.SIGSTOP))  # type: ignore[misc]
         assert not engines.beat(2)
     assert not engines.beat(8)
     engines.actors[1].open[-1].answer(None)
-    assert not engines.beat(20)
+    assert not engines.beat(40)
     lost = engines.beat(1)
     assert "has not answered a heartbeat for 20 s (RolloutConfig.heartbeat_timeout)" in str(lost[1])
     until(lambda: child.has_ended)
