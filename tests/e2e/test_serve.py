@@ -16,8 +16,12 @@ import numpy as np
 import openai
 import psutil
 import pytest
+import ray
+from ray.util.placement_group import placement_group_table
 
 from rl_backend.cli.main import main
+from tests.e2e.conftest import CLUSTER_CPUS
+from tests.support.actors_in_process import until
 from tests.support.chat_templates import CHATML, chat_tokenizer
 from tests.support.libraries import cookbook
 from tests.support.models import write_tiny
@@ -57,16 +61,18 @@ def command_of(model: Path, *options: str) -> list[str]:
 
 
 @contextmanager
-def ending(command: list[str]) -> Iterator[Served]:
+def ending(command: list[str], **environment: str) -> Iterator[Served]:
     """A server that ends as it is told."""
-    with serving(command) as found:
+    with serving(command, **environment) as found:
         yield found
     assert found.process.returncode in (0, 130, 143)
 
 
 @pytest.fixture(scope="module")
-def served(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    with ending(command_of(model, "--state", str(tmp_path_factory.mktemp("state")))) as found:
+def served(model: Path, ray_cluster: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    """On the cluster of the session, which was there before; the last test of this module ends it."""
+    command = command_of(model, "--state", str(tmp_path_factory.mktemp("state")))
+    with ending(command, RAY_ADDRESS=ray.get_runtime_context().gcs_address) as found:
         yield found
 
 
@@ -290,3 +296,38 @@ def test_a_rank_that_is_killed_costs_clients_time_alone(model: Path, tmp_path: P
         (rank,) = (each for each in started if "TrainWorker" in " ".join(each.cmdline()))
         assert trained(supervised.url, supervised.model, rank.kill) == expected and not rank.is_running()
     assert sum(line.startswith("serving ") for line in supervised.said) == 1, "".join(supervised.said)
+
+
+@pytest.mark.shows(
+    "server: by RAY_ADDRESS it trains and samples on a Ray cluster that is there, and nothing of it stays there when it ends"
+)
+def test_a_server_on_a_cluster_that_is_there_leaves_it_as_it_was(served: Served, client: Any) -> None:
+    """Ends the server of this module."""
+    from tinker import types
+
+    (job,) = (each["JobID"] for each in ray._private.state.jobs() if each["DriverPid"] == served.process.pid)
+
+    def actors() -> dict[int, str]:
+        found = (each for each in ray._private.state.actors().values() if each["JobID"] == job)
+        return {each["Pid"]: each["ActorClassName"] for each in found if each["State"] != "DEAD"}
+
+    def reserved() -> list[str]:
+        # The id of a group ends with that of its job.
+        return [name for name, each in placement_group_table().items() if name.endswith(job) and each["state"] != "REMOVED"]
+
+    training = client.create_lora_training_client(base_model=served.model, rank=4, seed=1)
+    ids = types.ModelInput.from_ints(PROMPT)
+    datum = types.Datum(model_input=ids, loss_fn_inputs={"target_tokens": [*PROMPT[1:], 3], "weights": [1.0] * 5})
+    training.forward_backward([datum], "cross_entropy").result()
+    training.optim_step(types.AdamParams(learning_rate=1e-2)).result()
+    sampler = training.save_weights_and_get_sampling_client()
+    (sample,) = sampler.sample(ids, num_samples=1, sampling_params=types.SamplingParams(max_tokens=4)).result().sequences
+    assert 1 <= len(sample.tokens) <= 4
+    assert set(actors().values()) >= {"RolloutEngine", "TrainWorker"} and len(reserved()) == 2
+    members = [psutil.Process(pid) for pid in actors()]
+    processes = [*members, *(child for each in members for child in each.children(recursive=True))]
+    close_services()
+    served.process.terminate()
+    served.process.wait(60)
+    until(lambda: not actors() and not reserved() and not any(each.is_running() for each in processes))
+    assert ray.cluster_resources()["CPU"] == CLUSTER_CPUS

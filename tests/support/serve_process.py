@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -29,9 +30,11 @@ def serve_command(model: Path, *options: str) -> list[str]:
 
 
 @contextmanager
-def serving(command: Sequence[str]) -> Iterator[Served]:
+def serving(command: Sequence[str], **environment: str) -> Iterator[Served]:
     """Ends the process by SIGTERM; raises ChildProcessError with what it said where it does not begin to serve."""
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+    with subprocess.Popen(
+        command, env=os.environ | environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    ) as process:
         assert process.stdout is not None
         said: list[str] = []
         for line in process.stdout:

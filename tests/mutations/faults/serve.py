@@ -349,4 +349,12 @@ FAULTS = [
         ("test_every_error_is_an_object_of_openai_s",),
         "openai's package would not find what was wrong with a request",
     ),
+    Fault(
+        "a-server-starts-a-cluster-of-its-own",
+        "actors.cluster.session:_start_or_join",
+        'if "RAY_ADDRESS" in os.environ:',
+        "if False:",
+        ("test_a_server_on_a_cluster_that_is_there_leaves_it_as_it_was",),
+        "a run on a cluster would start on the machine of its driver alone",
+    ),
 ]

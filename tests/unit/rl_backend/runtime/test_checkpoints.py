@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -25,6 +26,8 @@ MANIFEST = TrainingManifest(
 
 class Handle:
     """What a writer knows a model by."""
+
+    groups = SimpleNamespace(device=torch.device("cpu"))
 
     def __init__(self, **facts: Any) -> None:
         self.__dict__.update(facts)
