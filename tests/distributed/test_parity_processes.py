@@ -15,6 +15,7 @@ from rl_backend.contracts import ParityError
 from rl_backend.lab.parity.config import ParityConfig, ParitySide
 from rl_backend.lab.parity.run import record_side
 from tests.support.faulty_runtime import Fault
+from tests.support.models import write_tiny
 from tests.support.moe import write_moe
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -56,6 +57,16 @@ def test_native_on_two_ranks_agrees_with_transformers(tied_model: Path, tmp_path
     assert report["candidate"]["layout"]["dp"] == 2
     assert report["candidate"]["versions"].keys() == {"python", "torch"}
     assert len(report["steps"]) == 5
+
+
+@pytest.mark.long
+@pytest.mark.shows("parity: the command compares two ranks that compute shared prefixes once with transformers")
+def test_ranks_that_share_prefixes_agree_with_transformers(tmp_path: Path) -> None:
+    # Of so few tokens many sequences begin alike.
+    model = write_tiny("qwen3", tmp_path / "model", vocab_size=4)
+    result = run_command("--model", str(model), "--plugin", "tests.support.short_runs", "--dp", "2", "--steps", "2")
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "no divergence" in result.stdout
 
 
 @pytest.mark.shows("parity: LoRA on native and on Megatron, 2 ranks each, trains as with peft: loss to 1e-6, grad norm 1e-5")
