@@ -57,7 +57,11 @@ def choose_micro_batch(config: RunConfig, kept: Mapping[str, Any]) -> Choice:
     if gives(config, MICRO_BATCH):
         return Choice(config)
     if kept:
-        return Choice(with_options(config, {place: value for place, value in kept.items() if not gives(config, place)}))
+        # The run may go on in the other runtime, or with a schedule that never reduces in between.
+        fitting = {place: value for place, value in kept.items() if has(config, place) and not gives(config, place)}
+        if _splits_backward(config):
+            fitting.pop(REDUCTION, None)
+        return Choice(with_options(config, fitting))
     try:
         return _choice(config)
     except RLBackendError:
@@ -114,12 +118,15 @@ def _kinds(config: RunConfig, plans: Mapping[RunModel, Plan]) -> list[dict[str, 
 def _keeps_whole_gradients(config: RunConfig, plans: Mapping[RunModel, Plan]) -> bool:
     """Whether memory is free once gradients are reduced after every micro-batch, which not all schedules can."""
     options = config.train.backend_cfg
-    if not isinstance(options, NativeConfig) or options.reduce_gradients != "once":
-        return False
-    schedule = algorithm(options)
-    if schedule is not None and schedule.splits_backward:
+    if not isinstance(options, NativeConfig) or options.reduce_gradients != "once" or _splits_backward(config):
         return False
     return any(rank.unreduced_gradients for plan in plans.values() for rank in plan.ranks)
+
+
+def _splits_backward(config: RunConfig) -> bool:
+    options = config.train.backend_cfg
+    schedule = algorithm(options) if isinstance(options, NativeConfig) else None
+    return schedule is not None and schedule.splits_backward
 
 
 def chosen_options(config: RunConfig) -> dict[str, Any]:
@@ -212,7 +219,8 @@ def _plan(config: RunConfig, model: RunModel, gpus: int) -> Plan:
     work = Workload(
         sequence_length=min(filter(None, (config.longest_sequence, positions_of(model.path), tokens))),
         micro_batch_tokens=tokens,
-        num_micro_batches=max(multiple, config.parallel.pp),
+        # Two at least: gradients of more than one are kept between them.
+        num_micro_batches=max(multiple, config.parallel.pp, 2),
         head="log_probs" if lora else model.head,
         sync_dtype=dtype,
         **lora,

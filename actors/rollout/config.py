@@ -87,7 +87,7 @@ class RolloutConfig(BaseConfig):
         placement: ``pack`` engines on few nodes, or ``spread`` them; for engines that reserve CPUs or GPUs.
         placement_timeout: seconds to wait for the cluster's resources.
         gpus_per_worker: Ray GPUs that each of the ``tensor_parallel`` workers reserves; less than 1, without tensor
-            parallelism, where a ``TrainGroup`` of one rank shares the device with its ``gpus_per_rank``.
+            parallelism, where ranks of a ``TrainGroup`` share the devices with their ``gpus_per_rank``.
         max_model_len: tokens of prompt and response together; by default 2048, or as many as the model has positions.
         max_num_batched_tokens: tokens computed in one engine step; at least ``max_model_len``. None takes 8192 or that.
         kv_cache_gib: memory for keys and values; None takes 1 GiB on a CPU and what ``gpu_memory_utilization`` leaves on a
@@ -167,7 +167,11 @@ class RolloutConfig(BaseConfig):
             advice = f"use RolloutConfig.{ours}" if ours else "rollout engines set it themselves"
             yield f"engine_args[{name!r}]", self.engine_args[name], advice
         if self.engine_args.get(_MASKS):
-            yield f"engine_args[{_MASKS!r}]", True, "nothing reads these masks: trainers compute their own; leave it out"
+            yield (
+                f"engine_args[{_MASKS!r}]",
+                self.engine_args[_MASKS],
+                "nothing reads these masks: trainers compute their own; leave it out",
+            )
         if self.max_num_batched_tokens is not None and self.max_num_batched_tokens < self.max_model_len:
             problem = f"a prompt is computed in one step, so it must be at least max_model_len={self.max_model_len}"
             yield "max_num_batched_tokens", self.max_num_batched_tokens, problem

@@ -129,7 +129,8 @@ def _problem(request: Request, text: str, status: int, headers: Mapping[str, str
     """An error in the words of the API that was called."""
     body: dict[str, Any] = {"detail": text}
     if request.url.path.startswith("/v1/"):
-        body = {"error": {"message": text, "type": "invalid_request_error", "param": None, "code": str(status)}}
+        kind = "server_error" if status >= 500 else "rate_limit_error" if status == 429 else "invalid_request_error"
+        body = {"error": {"message": text, "type": kind, "param": None, "code": str(status)}}
     return JSONResponse(body, status, headers)
 
 

@@ -70,10 +70,6 @@ def _write(path: Path, rows: Iterable[dict[str, Any]]) -> None:
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(list(rows)), path)
 
 
-if __name__ == "__main__":
-    write_verl_task(Path(sys.argv[1]))
-
-
 _OF_DEMO = HasEffect(lambda options: options.model is None, "model is trained instead; give one of them")
 
 

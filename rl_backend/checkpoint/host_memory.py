@@ -7,6 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from rl_backend.contracts import UnsupportedError
+
 _ALIGNED = 64  # a multiple of the size of any element
 
 
@@ -26,7 +28,7 @@ class HostMemory:
         """(size,) uint8 for each of ``sizes``, valid until the next call; it gives them back before it takes more memory.
 
         Raises:
-            torch.cuda.CudaError: the driver does not lock so much memory.
+            UnsupportedError: the driver does not lock so much memory.
         """
         places = [0]
         for size in sizes:
@@ -43,7 +45,11 @@ class HostMemory:
         pages = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         if self._device.type == "cuda":
             data = _bytes(pages, 0, nbytes)
-            torch.cuda.check_error(int(torch.cuda.cudart().cudaHostRegister(data.data_ptr(), nbytes, 0)))
+            if code := int(torch.cuda.cudart().cudaHostRegister(data.data_ptr(), nbytes, 0)):
+                raise UnsupportedError(
+                    f"{nbytes} bytes of host memory could not be page-locked (CUDA error {code}); free memory, or raise the "
+                    "limit of locked memory (ulimit -l)"
+                )
             # Unlocked before they are unmapped: it holds the tensor, and with it the pages.
             self._unlock = weakref.finalize(self, _unlock, data)
             # The driver unlocks what a process leaves.

@@ -83,7 +83,7 @@ class OptimizerConfig(BaseConfig):
         if style == "WSD":
             if self.lr_wsd_decay_steps is None:
                 yield "lr_wsd_decay_steps", None, "lr_decay_style='WSD' needs it"
-            elif self.lr_wsd_decay_steps > (decay_steps or 0):
+            elif decay_steps is not None and self.lr_wsd_decay_steps > decay_steps:
                 yield "lr_wsd_decay_steps", self.lr_wsd_decay_steps, f"must not exceed lr_decay_steps={decay_steps}"
         start = self.weight_decay if self.weight_decay_start is None else self.weight_decay_start
         increase = self.weight_decay_incr_style

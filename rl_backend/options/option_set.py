@@ -137,8 +137,8 @@ def overlaid[C: BaseModel](kind: type[C], below: Mapping[str, Any], above: Mappi
     options = options_of(kind)
     values = options.nest(below)
     sections = dict(sections_of(kind, options.section_types(values)))
-    for name, value in (*not_sections(below, options, sections), *not_sections(above, options, sections)):
-        raise ConfigError.of(f"{kind.__name__}.{name}", value, IS_SECTION)
+    wrong = (*not_sections(below, options, sections), *not_sections(above, options, sections))
+    ConfigError.refuse_all((f"{kind.__name__}.{name}", value, IS_SECTION) for name, value in wrong)
     return kind(**merged(values, options.nest(above), sections))
 
 

@@ -183,8 +183,9 @@ def suggest_layout(plan: Plan, device_bytes: int) -> Plan | None:
 
 
 def _reductions(plan: Plan, options: BackendConfig) -> list[BackendConfig]:
-    given = not isinstance(options, NativeConfig) or options.is_set("reduce_gradients")
-    if given or not any(rank.unreduced_gradients for rank in plan.ranks):
+    # Of the plan's own: a configuration that was made from another has every field as given.
+    given = "reduce_gradients" in plan.config.backend_cfg.model_fields_set
+    if not isinstance(options, NativeConfig) or given or not any(rank.unreduced_gradients for rank in plan.ranks):
         return [options]
     return [options, options.replace(reduce_gradients="per_micro_batch")]
 

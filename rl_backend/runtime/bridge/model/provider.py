@@ -87,7 +87,7 @@ def fused_kernels(provider: Any) -> dict[str, bool]:
     """Kernels for layers of Transformer Engine that Megatron-Bridge leaves off for some families, Qwen's among them.
 
     Without the first, rotary embeddings of packed sequences are a loop over them, of 11 kernels for each and with lengths
-    that the host reads back from the device. Nothing here has run.
+    that the host reads back from the device. They have not been run.
     """
     kernels = {}
     # Megatron gives the kernel no scale, which YaRN has; of latents it is for training alone.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,6 +17,7 @@ from examples.ppo import PPOConfig
 from examples.sft import SFTConfig
 from rl_backend.contracts import ConfigError, UnsupportedError
 from rl_backend.lab.plan.make import GIB
+from tests.support.models import write_tiny
 from tests.unit.actors.checks.test_preflight_machine import config_of, gpus
 
 
@@ -167,6 +169,16 @@ def test_a_gpu_takes_more_than_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
         assert choice.facts == (() if tokens == 16384 else ("micro-batches of 4096 tokens (10.0 GiB are free)",))
 
 
+def test_gradients_that_stay_between_micro_batches_are_counted_in_every_layout(tmp_path: Path) -> None:
+    model = str(write_tiny("qwen3", tmp_path, num_hidden_layers=4))
+
+    def unreduced(**changes: Any) -> int:
+        config = config_of(SFTConfig, model=model, ranks=2, max_tokens_per_micro_batch=256, **changes)
+        return memory._plan(config, RunModel("model", model), 0).ranks[0].unreduced_gradients
+
+    assert unreduced() > unreduced(**{"train.backend_cfg.reduce_gradients": "per_micro_batch"})
+
+
 def test_sequences_fit_and_a_step_that_is_smaller_is_all_that_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory, "_ENGINE", 0)
     monkeypatch.setattr(memory, "_plan", per_token(1.0, 1.0))
@@ -198,6 +210,11 @@ def test_a_given_value_wins_then_the_one_that_a_run_began_with(monkeypatch: pyte
     assert chosen_options(again.config) == kept and not again.facts
     recomputed = config_of(SFTConfig, **{"train.backend_cfg.activation_checkpointing": "full"})
     assert choose_micro_batch(recomputed, kept).config.train.backend_cfg.activation_checkpointing == "full"
+    moved = choose_micro_batch(config_of(SFTConfig, backend="bridge"), kept).config
+    assert moved.train.max_tokens_per_micro_batch == 4096, "the bridge has no other of these options"
+    reduced = {**kept, "train.backend_cfg.reduce_gradients": "per_micro_batch"}
+    parallel = {"pp": 2, "ranks": 2, "train.backend_cfg.pipeline_schedule": "zb-h1"}
+    assert choose_micro_batch(config_of(SFTConfig, **parallel), reduced).config.train.backend_cfg.reduce_gradients == "once"
     # What was chosen is an option like any other from then on.
     assert SFTConfig(**first.model_dump()).train.max_tokens_per_micro_batch == 4096
     monkeypatch.setenv("RAY_ADDRESS", "auto")

@@ -54,6 +54,12 @@ def test_options_at_their_bounds_are_taken(fields: dict[str, Any]) -> None:
     OptimizerConfig(**fields)
 
 
+def test_a_decay_of_unknown_length_is_one_mistake() -> None:
+    with pytest.raises(ConfigError) as raised:
+        OptimizerConfig(lr_decay_style="WSD", lr_wsd_decay_steps=1)
+    assert "needs lr_decay_steps" in str(raised.value) and "must not exceed" not in str(raised.value)
+
+
 @pytest.mark.parametrize(
     ("fields", "message"),
     [

@@ -196,10 +196,11 @@ def test_the_first_layout_that_fits_is_suggested(monkeypatch: pytest.MonkeyPatch
     said = as_text(plan(), 150 * MIB, found)
     assert said.endswith("fits with 186.00 MiB: dp=1 pp=2 reduce_gradients=per_micro_batch")
     assert as_json(plan(), 150 * MIB, found)["suggestion"]["reduce_gradients"] == "per_micro_batch"
-    options = {"parallel": {"pp": 2}, "reduce_gradients": "per_micro_batch"}
-    asked = dataclasses.replace(plan(), config=RuntimeConfig(hf_path="m", backend_cfg=options))
-    tried.clear()
-    assert suggest_layout(asked, 150 * MIB) is not None and {reduction for _, _, reduction in tried} == {"per_micro_batch"}
+    for given in ("per_micro_batch", "once"):
+        options = {"parallel": {"pp": 2}, "reduce_gradients": given}
+        asked = dataclasses.replace(plan(), config=RuntimeConfig(hf_path="m", backend_cfg=options))
+        tried.clear()
+        assert suggest_layout(asked, 150 * MIB) is not None and {reduction for _, _, reduction in tried} == {given}
     assert suggest_layout(made, 100 * MIB) is None
     tried.clear()
     # Master weights, gradients and moments alone are 16 bytes for each parameter, over 4 ranks.
