@@ -125,7 +125,7 @@ class Sampling:
         params = read_object(asked, "sampling_params")
         self.check(prompt)
         sampling, wanted = self._sampling(params), Scoring.of(asked, prompt, self.vocab_size)
-        count = 1 if asked.get("num_samples") is None else read_whole(asked, "num_samples", 1, _MOST_SAMPLES)
+        count = read_whole({"num_samples": 1, **asked}, "num_samples", 1, _MOST_SAMPLES)
         seed = None if params.get("seed") is None else read_whole(params, "seed", -_MOST_SEED, _MOST_SEED)
         most = None if params.get("max_tokens") is None else read_whole(params, "max_tokens", 1, _MOST_TOKENS)
         scored = count * (len(prompt) + max(1, self._room(prompt, most)))

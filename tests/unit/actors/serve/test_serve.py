@@ -341,7 +341,6 @@ def test_what_is_wrong_with_a_request_for_samples_is_named(running: SimpleNamesp
         ({"target_prompt_logprobs": {"data": "x"}}, "no array of whole numbers"),
         ({"target_prompt_logprobs": {"data": [1], "shape": [6, 1 << 40]}}, "at most"),
         ({"topk_sample_logprobs": 1, "sampling_params": {"max_tokens": 1, "top_p": 0.5}}, "with top_p are not served"),
-        ({"num_samples": "x"}, "num_samples='x': expected a whole number from 1"),
         ({"prompt_alt_tokens_k": 2}, "prompt_alt_tokens_k=2 is not served"),
         ({"sampling_params": {"stop": ["x"] * 300}}, "stop: 300 of them"),
         ({"sampling_params": {"stop": 5.5}}, "stop=5.5: expected a text"),
