@@ -85,8 +85,8 @@ FAULTS = [
     Fault(
         "reduced-in-each-where-the-schedule-cannot",
         "actors.checks.memory:_keeps_whole_gradients",
-        ' or options.reduce_gradients != "once" or _splits_backward(config)',
-        ' or options.reduce_gradients != "once"',
+        'if not isinstance(options, NativeConfig) or options.reduce_gradients != "once" or _splits_backward(config):',
+        'if not isinstance(options, NativeConfig) or options.reduce_gradients != "once":',
         (_NOT_CHOSEN,),
         "a run would choose what its check refuses",
     ),
