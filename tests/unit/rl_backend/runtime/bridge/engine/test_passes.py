@@ -34,11 +34,15 @@ def test_every_chunk_of_a_rank_sees_every_micro_batch(monkeypatch: pytest.Monkey
     monkeypatch.setattr(forward_backward, "PassRoutes", lambda *_: nullcontext(routes))
     monkeypatch.setattr(forward_backward, "PassResults", lambda *_: results)
     monkeypatch.setattr(forward_backward, "_forward_step", lambda *_: "step")
+    monkeypatch.setattr(forward_backward, "get_model_config", lambda chunk: chunk)
+    monkeypatch.setattr(forward_backward, "KnownShapes", lambda *known: known)
     parallel = SimpleNamespace(pp=2, vpp=num_chunks, tp=1)
     handle: Any = SimpleNamespace(
         chunks=tuple(f"chunk {number}" for number in range(num_chunks)),
-        groups=SimpleNamespace(parallel=parallel, dp_group=None, has_outputs=True, device="cpu"),
-        provider=SimpleNamespace(sequence_parallel=False, num_moe_experts=None),
+        groups=SimpleNamespace(
+            parallel=parallel, pg=SimpleNamespace(pp="stages"), dp_group=None, has_outputs=True, device="cpu"
+        ),
+        provider=SimpleNamespace(sequence_parallel=False, num_moe_experts=None, hidden_size=8),
         packs_sequences=False,
         head="log_probs",
         routers=(),
@@ -55,6 +59,9 @@ def test_every_chunk_of_a_rank_sees_every_micro_batch(monkeypatch: pytest.Monkey
         assert all(laid_out.shape[0] == len(indices) for _, laid_out in of_chunks)
     assert [next(each, None) for each in iterators] == [None] * num_chunks
     assert given["model"] == (list(handle.chunks) if num_chunks > 1 else "chunk 0")
+    stages, chunk, shapes, chunks = given["p2p_communicator"]
+    assert (stages, chunk, chunks) == ("stages", "chunk 0", num_chunks) and given["pg_collection"].pp == "stages"
+    assert [rows for _, rows, _ in shapes] == [len(indices) for indices in SPLIT] and {shape[2] for shape in shapes} == {8}
     # Buffers between stages hold the largest: 41 tokens, in a micro-batch of its own, and three sequences.
     assert (given["num_microbatches"], given["seq_length"], given["micro_batch_size"]) == (3, 41, 3)
     assert not given["forward_only"] and given["forward_step_func"] == "step" and committed == [1]
