@@ -154,7 +154,7 @@ def test_what_is_given_or_cannot_be_is_not_chosen(monkeypatch: pytest.MonkeyPatc
         (0.0, 4.0, {"compile": True}, ("once", "full")),
         (6.0, 4.0, {"pipeline_schedule": "zb-h1"}, ("once", "full")),
     ):
-        monkeypatch.setattr(memory, "_plan", per_token(1.0, mib, 0.25, 2.0, whole))
+        monkeypatch.setattr(memory, "_plan", per_token(1.0, mib, 0.25, 1.0, whole))
         config = config_of(SFTConfig, ranks=2, pp=2, **{f"{place}{name}": value for name, value in given.items()})
         options = choose_micro_batch(config, {}).config.train.backend_cfg
         assert (options.reduce_gradients, options.activation_checkpointing) == expected, given
