@@ -21,7 +21,7 @@ from rl_backend.lab.doctor.machine import read_memory
 from rl_backend.lab.plan.make import GIB, Plan, make_plan
 from rl_backend.lab.plan.memory import RankMemory, Workload
 from rl_backend.options.option_set import get, gives, has
-from rl_backend.runtime.native.layout import algorithm, micro_batch_multiple
+from rl_backend.runtime.native.layout import micro_batch_multiple, splits_backward
 
 ALMOST_FULL = 0.8
 """Share of the free memory that a run takes without a warning."""
@@ -59,7 +59,8 @@ def choose_micro_batch(config: RunConfig, kept: Mapping[str, Any]) -> Choice:
     if kept:
         # The run may go on in the other runtime, or with a schedule that never reduces in between.
         fitting = {place: value for place, value in kept.items() if has(config, place) and not gives(config, place)}
-        if _splits_backward(config):
+        options = config.train.backend_cfg
+        if isinstance(options, NativeConfig) and splits_backward(options):
             fitting.pop(REDUCTION, None)
         return Choice(with_options(config, fitting))
     try:
@@ -118,15 +119,9 @@ def _kinds(config: RunConfig, plans: Mapping[RunModel, Plan]) -> list[dict[str, 
 def _keeps_whole_gradients(config: RunConfig, plans: Mapping[RunModel, Plan]) -> bool:
     """Whether memory is free once gradients are reduced after every micro-batch, which not all schedules can."""
     options = config.train.backend_cfg
-    if not isinstance(options, NativeConfig) or options.reduce_gradients != "once" or _splits_backward(config):
+    if not isinstance(options, NativeConfig) or options.reduce_gradients != "once" or splits_backward(options):
         return False
     return any(rank.unreduced_gradients for plan in plans.values() for rank in plan.ranks)
-
-
-def _splits_backward(config: RunConfig) -> bool:
-    options = config.train.backend_cfg
-    schedule = algorithm(options) if isinstance(options, NativeConfig) else None
-    return schedule is not None and schedule.splits_backward
 
 
 def chosen_options(config: RunConfig) -> dict[str, Any]:

@@ -16,6 +16,9 @@ from numpy.typing import NDArray
 from actors.rollout.config import SamplingConfig
 from rl_backend.contracts import BatchError, RolloutError, TokenSequence, WeightVersionError, route_fields
 
+STOPPED_LOOKS = 6
+"""In a row, at heartbeats: 3 s in which a process was stopped. Debuggers stop one for moments, too."""
+
 type WakePart = Literal["all", "weights", "kv_cache"]
 type EngineState = Literal["serving", "paused", "dirty", "asleep"]
 type FinishReason = Literal["stop", "length", "abort"]

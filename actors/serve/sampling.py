@@ -32,7 +32,7 @@ STREAMED_TOKENS = 8
 # Of one request; engines look for each after every token.
 _MOST_STOPS = 256
 _UNCHANGED = {"temperature": 1.0, "top_p": 1.0, "top_k": -1}
-_MOST_SEED, _MOST_TOKENS, _MOST_SAMPLES = 1 << 127, 1 << 63, 1 << 16
+_MOST_SEED, _MOST_TOKENS = 1 << 127, 1 << 63
 
 
 class Sampling:
@@ -125,7 +125,9 @@ class Sampling:
         params = read_object(asked, "sampling_params")
         self.check(prompt)
         sampling, wanted = self._sampling(params), Scoring.of(asked, prompt, self.vocab_size)
-        count = read_whole({"num_samples": 1, **asked}, "num_samples", 1, _MOST_SAMPLES)
+        count = int(asked.get("num_samples", 1))
+        if count < 1:
+            raise BatchError(f"num_samples={count}: expected at least 1")
         seed = None if params.get("seed") is None else read_whole(params, "seed", -_MOST_SEED, _MOST_SEED)
         most = None if params.get("max_tokens") is None else read_whole(params, "max_tokens", 1, _MOST_TOKENS)
         scored = count * (len(prompt) + max(1, self._room(prompt, most)))

@@ -8,15 +8,12 @@ from typing import Any, Literal
 from actors.cluster.processes import Process
 from actors.rollout.config import RolloutConfig
 from actors.rollout.engine.step_loop import Host, StepLoop, Stepper
-from actors.rollout.messages import AdapterVersion, EngineState, WakePart
+from actors.rollout.messages import STOPPED_LOOKS, AdapterVersion, EngineState, WakePart
 from actors.rollout.placement import NodePlace, choose_cores
 from actors.rollout.vllm.expected import expected_weights
 from actors.rollout.vllm.process import prepare_process, start_vllm
 from rl_backend.contracts import UNVERSIONED, EngineDeadError, EngineDirtyError, RolloutError, WeightVersionError
 from rl_backend.weights.staging import ExpectedWeights
-
-# In a row, at heartbeats: 3 s. Debuggers stop a process for moments, too.
-STOPPED_LOOKS = 6
 
 
 class Workers:

@@ -14,15 +14,15 @@ import ray
 from actors.cluster.processes import Process, call_on_node
 from actors.rollout.group.calls import outcome_of
 from actors.rollout.group.engines import EngineSet, engine_name
-from actors.rollout.messages import EngineInfo
+from actors.rollout.messages import STOPPED_LOOKS, EngineInfo
 from actors.wire.segment import host_identity
 from rl_backend.contracts import EngineDeadError, RLBackendError
 
 # The end of a process is found by the beat after it and read at the next: within two of them.
 BEAT_SECONDS = 0.5
-# Without an answer to a beat for so many more, the process is looked at; it is dead when it was seen stopped so often in a
-# row. A busy process is late as well, and is not stopped.
-LATE_BEATS, STOPPED_LOOKS = 4, 6
+# Without an answer to a beat for so many more, the process is looked at; it is dead when it was seen stopped at
+# STOPPED_LOOKS. A busy process is late as well, and is not stopped.
+LATE_BEATS = 4
 
 
 @dataclass

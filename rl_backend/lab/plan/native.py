@@ -47,10 +47,10 @@ from rl_backend.runtime.native.forward_backward import RankBatch, lay_out
 from rl_backend.runtime.native.layout import (
     ModelDescription,
     TensorLayout,
-    algorithm,
     describe_model,
     model_stages,
     schedule_name,
+    splits_backward,
     why_unshared,
 )
 
@@ -349,8 +349,7 @@ def rank_stages(
 ) -> RankStages:
     """Lays out the stages of a pipeline rank, and runs each."""
     parallel = native.parallel
-    schedule = algorithm(native)
-    splits_backward = schedule is not None and schedule.splits_backward
+    splits = splits_backward(native)
     sharded: dict[int, ShardedStage] = {}
     measured: dict[int, StageMemory] = {}
     adaptable: dict[str, AdaptedModule] = {}
@@ -379,7 +378,7 @@ def rank_stages(
                 adapted = [module for module in held.values() if workload.lora.selects(module.name, module.kind)]
                 tenant = _tenant(workload.lora, adapted)
             measured[number] = measure_stage(
-                plain, batch, groups, hidden_size, splits_backward=splits_backward, shares_prefixes=shares, tenant=tenant
+                plain, batch, groups, hidden_size, splits_backward=splits, shares_prefixes=shares, tenant=tenant
             )
     chunk = 0
     if workload.head == "log_probs" and any(part is None or part.last for part in parts.values()):

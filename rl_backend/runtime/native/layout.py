@@ -74,6 +74,12 @@ def algorithm(config: NativeConfig) -> Algorithm | None:
     return None if name is None else require_stages(name, config.parallel.pp, config.parallel.vpp)
 
 
+def splits_backward(config: NativeConfig) -> bool:
+    """Whether the schedule runs a pass for the gradients of inputs and a later one for those of weights."""
+    found = algorithm(config)
+    return found is not None and found.splits_backward
+
+
 def micro_batch_multiple(config: NativeConfig) -> int:
     """The number of micro-batches must be a multiple of this."""
     found = algorithm(config)
@@ -157,11 +163,10 @@ def check_model_layout(family: ModelFamily, architecture: Any, native: NativeCon
     the model, or with a stage that cannot begin where it does; for layers that cannot be compiled, and gradients that
     cannot be reduced in every backward pass.
     """
-    schedule = algorithm(native)
-    splits_backward = schedule is not None and schedule.splits_backward
+    splits = splits_backward(native)
     if native.compile:
-        _check_compiled(family, native, splits_backward=splits_backward)
-    if native.reduce_gradients == "per_micro_batch" and splits_backward:
+        _check_compiled(family, native, splits_backward=splits)
+    if native.reduce_gradients == "per_micro_batch" and splits:
         raise ConfigError.of(
             "NativeConfig.reduce_gradients",
             native.reduce_gradients,

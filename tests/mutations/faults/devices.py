@@ -29,7 +29,7 @@ FAULTS = [
     Fault(
         "reduced-in-each-with-a-split-backward-pass",
         "rl_backend.runtime.native.layout:check_model_layout",
-        'if native.reduce_gradients == "per_micro_batch" and splits_backward:',
+        'if native.reduce_gradients == "per_micro_batch" and splits:',
         "if False:",
         (_LAYOUTS,),
         "gradients of weights would wait whole all the same",
@@ -85,7 +85,7 @@ FAULTS = [
     Fault(
         "reduced-in-each-where-the-schedule-cannot",
         "actors.checks.memory:_keeps_whole_gradients",
-        'if not isinstance(options, NativeConfig) or options.reduce_gradients != "once" or _splits_backward(config):',
+        'if not isinstance(options, NativeConfig) or options.reduce_gradients != "once" or splits_backward(options):',
         'if not isinstance(options, NativeConfig) or options.reduce_gradients != "once":',
         (_NOT_CHOSEN,),
         "a run would choose what its check refuses",

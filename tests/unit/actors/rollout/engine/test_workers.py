@@ -10,7 +10,8 @@ from collections.abc import Iterator
 import pytest
 
 from actors.cluster.processes import Process
-from actors.rollout.engine.in_process import STOPPED_LOOKS, Workers
+from actors.rollout.engine.in_process import Workers
+from actors.rollout.messages import STOPPED_LOOKS
 from rl_backend.contracts import EngineDeadError
 from tests.support.actors_in_process import until
 

@@ -17,7 +17,8 @@ from actors.cluster.processes import Process
 from actors.rollout.config import RolloutConfig
 from actors.rollout.group import heartbeats as module
 from actors.rollout.group.engines import EngineSet
-from actors.rollout.group.heartbeats import LATE_BEATS, STOPPED_LOOKS, Heartbeats, ending_stopped, remains_stopped
+from actors.rollout.group.heartbeats import LATE_BEATS, Heartbeats, ending_stopped, remains_stopped
+from actors.rollout.messages import STOPPED_LOOKS
 from actors.wire.segment import host_identity
 from rl_backend.contracts import EngineDeadError, EngineDirtyError
 from tests.support.actors_in_process import Actor, RayInProcess, until, use
