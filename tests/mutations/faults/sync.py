@@ -174,6 +174,22 @@ FAULTS = [
         "each engine of several workers that ends would leave names, and the memory behind them, until the next reboot",
     ),
     Fault(
+        "an-engine-that-is-killed-leaves-sockets",
+        "actors.wire.segment:drop_names",
+        "found |= {path for path in _bound_sockets(pid) if _SOCKET.fullmatch(path.name)}",
+        "pass",
+        ("test_names_of_sockets_of_workers_go_and_those_who_are_connected_talk_on",),
+        "each engine of several workers would leave files in the folder of temporary files",
+    ),
+    Fault(
+        "an-engine-that-is-killed-leaves-the-file-of-its-workers",
+        "actors.rollout.vllm.process:start_vllm",
+        'executor.get_file_store_init_method = lambda: f"file://{owned_name()}"',
+        "pass",
+        ("test_workers_meet_by_a_file_that_goes_when_the_engine_has_ended",),
+        "each engine would leave a file in the folder of temporary files",
+    ),
+    Fault(
         "short-segments-are-mapped",
         "actors.wire.segment:map_segment",
         "if size < nbytes:",
