@@ -2,20 +2,24 @@
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import ray
 from ray.exceptions import RayError
 
-from actors.cluster.processes import Process, call_on_node, innermost_calls, stacks_of
+from actors.cluster.processes import Process, call_on_node, innermost_calls, stacks_of, waits_for_transfer
 from actors.train.outcome import RankInfo
 
 LOOK_SECONDS = 1.0
 # Of a process of this node the kernel says whether it is stopped. Whoever stops one to look at it for a moment may.
 STOPPED_SECONDS = 4.0
+# After a failure the peers of that rank are looked at more often. One that passes from collective to collective is in other
+# calls at some of these looks, which together take a second.
+PEER_SECONDS, PEER_LOOKS = 0.1, 5
 # A wait for an operation is told of when it has lasted so long, and twice as long, and so on.
 LONG_SECONDS = 300.0
 _END_SECONDS = 20.0
@@ -122,23 +126,52 @@ def _here() -> str:
     return str(ray.get_runtime_context().get_node_id())
 
 
-def places_in_code(infos: Sequence[RankInfo]) -> dict[int, str]:
-    """Rank -> the innermost calls of its operation, where its process can say it."""
+class Place(NamedTuple):
+    """The innermost calls of a rank's operation, in words, and whether it waits for a transfer there."""
+
+    calls: str
+    waits: bool
+
+
+@dataclass
+class PeersOfFailed:
+    """The ranks that have not answered after another one has failed."""
+
+    _before: Mapping[int, Place] = field(default_factory=dict)
+    _times: int = 0
+
+    def look(self, infos: Sequence[RankInfo]) -> bool:
+        """Whether all of them have waited for a transfer in all of the last looks, each in one place: for the failed one, or
+        for each other, so that none will answer.
+        """
+        now = places_in_code(infos)
+        waiting = 0 < len(now) == len(infos) and all(place.waits for place in now.values())
+        self._times = self._times + 1 if waiting and now == self._before else int(waiting)
+        self._before = now
+        return self._times >= PEER_LOOKS
+
+
+def places_in_code(infos: Sequence[RankInfo]) -> dict[int, Place]:
+    """Where the ranks are whose processes can say it."""
     asked = {
         info.rank: call_on_node(info.node_id, _place_in_code, info.pid, info.started)
         for info in infos
         if info.started and info.node_id != _here()
     }
-    found = {info.rank: _place_in_code(info.pid, info.started) for info in infos if info.node_id == _here()}
+    here = [info for info in infos if info.node_id == _here()]
+    with ThreadPoolExecutor(max(len(here), 1)) as threads:
+        places = threads.map(lambda info: _place_in_code(info.pid, info.started), here)
+    found = {info.rank: place for info, place in zip(here, places, strict=True)}
     if asked:
         ready, _ = ray.wait(list(asked.values()), num_returns=len(asked), timeout=_STACKS_SECONDS)
         with suppress(RayError):  # of a node that is lost
             found |= {rank: ray.get(ref) for rank, ref in asked.items() if ref in ready}
-    return {rank: found[rank] for rank in sorted(found) if found[rank]}
+    return {rank: found[rank] for rank in sorted(found) if found[rank].calls}
 
 
-def _place_in_code(pid: int, started: str) -> str:
-    return innermost_calls(stacks_of(Process(pid, started)), "worker.py:execute") if started else ""
+def _place_in_code(pid: int, started: str) -> Place:
+    stacks, below = stacks_of(Process(pid, started)) if started else "", "worker.py:execute"
+    return Place(innermost_calls(stacks, below), waits_for_transfer(stacks, below))
 
 
 def end_processes(infos: Sequence[RankInfo]) -> None:

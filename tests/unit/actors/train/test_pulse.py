@@ -16,7 +16,7 @@ import pytest
 from actors.cluster.processes import start_time
 from actors.train import pulse as module
 from actors.train.outcome import RankInfo
-from actors.train.pulse import Pulse, WaitBounds, end_process
+from actors.train.pulse import PEER_LOOKS, PeersOfFailed, Place, Pulse, WaitBounds, end_process
 from tests.support.told_ranks import Ref, ToldRay
 
 BOUNDS = WaitBounds(silence=30.0, operation=100.0)
@@ -158,6 +158,30 @@ def test_ranks_say_where_in_their_operation_they_are_on_every_node(clock: Clock,
     monkeypatch.setattr(module, "call_on_node", lambda node, function, *given: Ref(function(*given), comes=node != "lost"))
     infos = [of_node(0, "here", 3), of_node(1, "here", 4), of_node(2, "here", 6), of_node(3, "there", 3)]
     infos.append(of_node(4, "here", 9, ""))
-    place = "all_reduce (distributed_c10d.py:2800), called from step (mine.py:12), called from run (worker.py:112)"
+    calls = "all_reduce (distributed_c10d.py:2800), called from step (mine.py:12), called from run (worker.py:112)"
+    place = Place(calls, waits=False)  # there is no such file
     assert module.places_in_code(infos) == {0: place, 3: place}
     assert module.places_in_code([of_node(0, "lost", 3)]) == {}
+
+
+WAITS, WAITS_ELSEWHERE, COMPUTES = Place("all_reduce", True), Place("recv", True), Place("step", False)
+
+
+@pytest.mark.parametrize(
+    ("seen", "found"),
+    [
+        ([{0: WAITS, 2: WAITS_ELSEWHERE}] * PEER_LOOKS, True),
+        ([{0: WAITS, 2: COMPUTES}] * PEER_LOOKS, False),
+        ([{0: WAITS}] * PEER_LOOKS, False),
+        ([{}] * PEER_LOOKS, False),
+        ([{0: WAITS, 2: WAITS}, *[{0: WAITS_ELSEWHERE, 2: WAITS}] * (PEER_LOOKS - 1)], False),
+        ([{0: WAITS, 2: COMPUTES}, *[{0: WAITS, 2: WAITS}] * PEER_LOOKS], True),
+    ],
+    ids=["both wait", "one computes", "one does not say", "none says", "one went on", "one waits after a while"],
+)
+def test_peers_of_a_rank_that_failed_are_lost_once_all_have_waited_in_one_place(
+    monkeypatch: pytest.MonkeyPatch, seen: list[dict[int, Place]], found: bool
+) -> None:
+    peers, infos, left = PeersOfFailed(), [RankInfo(rank, "here", "10.0.0.1", rank) for rank in (0, 2)], list(seen)
+    monkeypatch.setattr(module, "places_in_code", lambda asked: left.pop(0) if asked == infos else None)
+    assert [peers.look(infos) for _ in seen] == [False] * (len(seen) - 1) + [found]
