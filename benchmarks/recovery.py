@@ -487,8 +487,8 @@ def figures(trials: Sequence[Mapping[str, Any]], undisturbed: Sequence[Mapping[s
         faults = [fault for each in struck for fault in each["faults"] if fault["place"] in places]
         lost = [fault["lost_seconds"] for fault in faults if fault["lost_seconds"] is not None]
         kinds = dict.fromkeys(kind for place in places for kind in {**ENDING, **NODES}.get(place, REPLACED))
-        # Some were seen by heartbeats that came half as often; these say so.
-        timed = [fault for fault in faults if not fault.get("heartbeats_each_second")]
+        # Some were seen by code that was slower; these say so.
+        timed = [fault for fault in faults if not fault.get("seen_by_older_code")]
         seen = {kind: [fault["seen_seconds"] for fault in timed if fault["kind"] == kind] for kind in kinds}
         found[group] = {
             "trials": len(struck),

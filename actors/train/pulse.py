@@ -1,12 +1,14 @@
 """Signs of life of a group's ranks, and the end of those that show none."""
 
 import math
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
+from weakref import finalize
 
 import ray
 from ray.exceptions import RayError
@@ -60,18 +62,21 @@ class _Rank:
 
 @dataclass
 class Pulse:
-    """Asks ranks for signs of life while their driver waits for them; a look costs one small call of each."""
+    """Asks ranks for signs of life while their driver waits for them; a look costs one small call of each. ``stopped`` are
+    the seconds that ranks have been stopped for by then.
+    """
 
     workers: Sequence[Any]
     infos: Sequence[RankInfo]
     bounds: WaitBounds
+    stopped: Mapping[int, float] = field(default_factory=dict)
     _ranks: list[_Rank] = field(default_factory=list)
     _looked: float = field(default_factory=lambda: time.monotonic())
     _waited: float = 0.0
     _long: float = LONG_SECONDS
 
     def __post_init__(self) -> None:
-        self._ranks = [_Rank() for _ in self.workers]
+        self._ranks = [_Rank(stopped=self.stopped.get(number, 0.0)) for number in range(len(self.workers))]
 
     def look(self) -> tuple[list[int], str] | None:
         """The ranks that hang, and how; None where all are alive."""
@@ -116,6 +121,33 @@ class Pulse:
             rank.silent += passed
         if rank.asked is None:
             rank.asked = worker.progress.remote()
+
+
+class IdleRanks:
+    """Looks at the ranks of this node, also while nobody waits for them.
+
+    Attributes:
+        stopped: rank -> the seconds that its process has been stopped for.
+    """
+
+    def __init__(self, infos: Sequence[RankInfo]) -> None:
+        here = {info.rank: Process(info.pid, info.started) for info in infos if info.started and info.node_id == _here()}
+        self.stopped = dict.fromkeys(here, 0.0)
+        self._closed = threading.Event()
+        # Not of this object, which goes with the ranks of a group that nobody closes.
+        looks = (here, self.stopped, self._closed)
+        threading.Thread(target=_look_at_idle, args=looks, name="look at idle ranks", daemon=True).start()
+        finalize(self, self._closed.set)
+
+    def close(self) -> None:
+        self._closed.set()
+
+
+def _look_at_idle(here: Mapping[int, Process], stopped: dict[int, float], closed: threading.Event) -> None:
+    # By looks and not by a clock: where this process stood still itself, nobody has been stopped for long.
+    while not closed.wait(LOOK_SECONDS):
+        for rank, process in here.items():
+            stopped[rank] = stopped[rank] + LOOK_SECONDS if process.is_stopped else 0.0
 
 
 def _is_stopped(info: RankInfo) -> bool:

@@ -29,7 +29,16 @@ from actors.cluster.rendezvous import rendezvous_address
 from actors.train.loss import SentLoss
 from actors.train.order import Driver, OperationHeader, this_thread
 from actors.train.outcome import AFTERWARDS, Completed, Failed, RankInfo, breaks_process_group, with_origin
-from actors.train.pulse import LOOK_SECONDS, PEER_SECONDS, STARTING, PeersOfFailed, Pulse, WaitBounds, places_in_code
+from actors.train.pulse import (
+    LOOK_SECONDS,
+    PEER_SECONDS,
+    STARTING,
+    IdleRanks,
+    PeersOfFailed,
+    Pulse,
+    WaitBounds,
+    places_in_code,
+)
 from actors.train.worker import TrainActor
 from rl_backend.contracts import (
     ConfigError,
@@ -82,6 +91,7 @@ class TrainRanks:
         self.journal: list[Operation] = []
         self.bounds: WaitBounds | None = None
         self.peak_memory = 0
+        self._idle: IdleRanks | None = None
         self._acknowledged = frozenset[int]()
         self._taken_over = 0
         self._lock = threading.RLock()
@@ -90,6 +100,10 @@ class TrainRanks:
     @property
     def ended(self) -> bool:
         return self._ended is not None
+
+    def located(self, infos: Sequence[RankInfo]) -> None:
+        """These are the ranks' places; from now on it is seen when one is stopped."""
+        self.infos, self.bounds, self._idle = tuple(infos), STARTING, IdleRanks(infos)
 
     def dispatch(
         self, name: str, pickled_calls: Sequence[bytes], loss: SentLoss | None = None
@@ -227,15 +241,20 @@ class TrainRanks:
         with self._lock:
             if self._ended is None:
                 self._ended = HandleError(f"training group {self.members.name!r} was shut down")
-            self.members.kill()
+            self._kill()
 
     def fail(self, message: str, *, cause: Exception | None = None, **details: Any) -> NoReturn:
         """Stops every rank and raises :class:`~rl_backend.contracts.GroupFailedError`, now and at every later call."""
         error = GroupFailedError(f"training group {self.members.name!r}: {message}; {AFTERWARDS}", **details)
         if self._ended is None:
             self._ended = error
-            self.members.kill()
+            self._kill()
         raise error from cause
+
+    def _kill(self) -> None:
+        if self._idle is not None:
+            self._idle.close()
+        self.members.kill()
 
     def _send(
         self, header: OperationHeader, pickled_calls: Sequence[bytes], loss: SentLoss | None
@@ -244,7 +263,8 @@ class TrainRanks:
         return [worker.execute.remote(header, call, loss) for worker, call in zip(workers, pickled_calls, strict=True)]
 
     def _pulse(self) -> Pulse | None:
-        return None if self.bounds is None else Pulse(self.members.workers, self.infos, self.bounds)
+        stopped = {} if self._idle is None else self._idle.stopped
+        return None if self.bounds is None else Pulse(self.members.workers, self.infos, self.bounds, stopped)
 
     def _require_alive(self, when: str, pulse: Pulse) -> None:
         if (found := pulse.look()) is not None:
@@ -453,8 +473,8 @@ def _start(
     ranks = TrainRanks(GroupMembers(group_id, name, workers, placed.group, failure_grace), driver, owned=True)
     try:
         # Waiting for every process first keeps a slow one from looking like one that hangs.
-        ranks.infos = tuple(ranks.collect("start", 0, [worker.locate.remote() for worker in workers], timeout))
-        ranks.bounds, nodes = STARTING, [info.node_ip for info in ranks.infos]
+        ranks.located(ranks.collect("start", 0, [worker.locate.remote() for worker in workers], timeout))
+        nodes = [info.node_ip for info in ranks.infos]
         (rendezvous,) = ranks.collect("start", 0, [workers[0].open_rendezvous.remote(rendezvous_address(nodes))], timeout)
         pickled = cloudpickle.dumps(config)
         refs = [

@@ -184,7 +184,7 @@ def test_figures_are_of_the_trials_that_struck_a_place() -> None:
     )
     assert engines["detect_seconds_p95"] == {"kill": None, "stop": 4.0, "terminate": None}
     before = trial(0, [], ("stop", "engine", 9.0))
-    before["faults"][0]["heartbeats_each_second"] = True
+    before["faults"][0]["seen_by_older_code"] = True
     assert figures([*trials, before], [])["engines"]["detect_seconds_p95"]["stop"] == 4.0
     times = {"setting": "sft_memory", "start_seconds": 9.0, "first_step_seconds": 0.5}
     struck_at_once = {**trials[2], **times, "first_step_seconds": None}

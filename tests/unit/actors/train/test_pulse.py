@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -16,10 +17,19 @@ import pytest
 from actors.cluster.processes import start_time
 from actors.train import pulse as module
 from actors.train.outcome import RankInfo
-from actors.train.pulse import PEER_LOOKS, PeersOfFailed, Place, Pulse, WaitBounds, end_process
+from actors.train.pulse import (
+    PEER_LOOKS,
+    IdleRanks,
+    PeersOfFailed,
+    Place,
+    Pulse,
+    WaitBounds,
+    end_process,
+)
+from tests.support.actors_in_process import until
 from tests.support.told_ranks import Ref, ToldRay
 
-BOUNDS = WaitBounds(silence=30.0, operation=100.0)
+BOUNDS, NODES = WaitBounds(silence=30.0, operation=100.0), ("here", "there")
 
 
 class Clock:
@@ -124,6 +134,35 @@ def test_a_process_that_is_stopped_is_seen_at_once_and_one_that_continues_is_not
     assert looks(pulse, clock, 9) == ([0], "is stopped (SIGSTOP)")
     elsewhere = begun([Rank()], (RankInfo(0, "there", "10.0.0.2", process.pid, info.started),))
     assert looks(elsewhere, clock, 20) is None, "the number is another process's on another node"
+
+
+def test_one_that_was_stopped_while_nobody_waited_for_it_is_seen_at_the_first_look(
+    clock: Clock, process: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "LOOK_SECONDS", 0.05)
+    monkeypatch.setattr(module, "STOPPED_SECONDS", 0.2)
+    infos = tuple(RankInfo(rank, node, "10.0.0.1", process.pid, start_time(process.pid)) for rank, node in enumerate(NODES))
+    idle = IdleRanks(infos)
+    os.kill(process.pid, signal.SIGSTOP)
+    until(lambda: idle.stopped[0] > 0.2)
+    assert set(idle.stopped) == {0}, "the other one's node is not this"
+    pulse = Pulse([Rank(), Rank()], infos, BOUNDS, idle.stopped)
+    assert pulse.look() == ([0], "is stopped (SIGSTOP)")
+    os.kill(process.pid, signal.SIGCONT)
+    until(lambda: idle.stopped[0] == 0.0)
+    assert Pulse([Rank(), Rank()], infos, BOUNDS, idle.stopped).look() is None
+
+
+def test_ranks_are_looked_at_until_they_end_or_nobody_has_them(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    def looks() -> int:
+        return sum(thread.name == "look at idle ranks" for thread in threading.enumerate())
+
+    monkeypatch.setattr(module, "LOOK_SECONDS", 0.02)
+    before, closed, dropped = looks(), IdleRanks(()), IdleRanks(())
+    assert looks() == before + 2
+    closed.close()
+    del dropped
+    until(lambda: looks() == before)
 
 
 def test_what_was_stopped_is_gone_when_others_take_its_place(process: subprocess.Popen[bytes]) -> None:
