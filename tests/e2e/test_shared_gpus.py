@@ -20,7 +20,7 @@ ray.init(num_cpus=8, num_gpus=4, include_dashboard=False, log_to_driver=False, o
 @ray.remote
 class Member:
     def gpu(self) -> list:
-        return ray.get_gpu_ids()
+        return [str(number) for number in ray.get_gpu_ids()]
 
 
 def gpus(strategies, share):
@@ -34,7 +34,7 @@ placed = reserve(num_ranks=4, cores_per_rank=1, gpus_per_rank=one, strategy="pac
 ranks, of_ranks = gpus([placed.scheduling_strategy(rank) for rank in range(4)], one)
 group = reserve_bundles("engines", "engine", {"CPU": 1, "GPU": rest}, 4, "pack", 30.0)
 engines, of_engines = gpus([PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=n) for n in range(4)], rest)
-assert sorted(of_ranks) == sorted(of_engines) == [[0], [1], [2], [3]], (of_ranks, of_engines)
+assert sorted(of_ranks) == sorted(of_engines) == [["0"], ["1"], ["2"], ["3"]], (of_ranks, of_engines)
 ray.shutdown()
 """
 
