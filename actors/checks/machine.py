@@ -47,7 +47,7 @@ def find_devices(config: RunConfig) -> str:
         return f"cores and GPUs {OF_A_CLUSTER}"
     gpus, ranks, engines = torch.cuda.device_count(), config.ranks * config.training_groups, config.num_engines
     try:
-        gpus_each(ranks, engines, gpus)
+        shared = gpus_each(ranks, engines, gpus, colocate=config.colocates) % 1
     except ConfigError as error:
         raise ConfigError.of(f"{type(config).__name__}.ranks", config.ranks, str(error)) from None
     device = getattr(config.train.backend_cfg, "device", "auto")
@@ -57,6 +57,9 @@ def find_devices(config: RunConfig) -> str:
         raise ConfigError.of(f"{type(config.train.backend_cfg).__name__}.device", device, problem)
     if isinstance(config, SampledConfig):
         served = config.rollout.replace(model_path=config.model)
+        if shared and served.tensor_parallel > 1:
+            problem = "an engine of several workers takes whole GPUs, and these are shared with ranks; use 1, or more GPUs"
+            raise ConfigError.of("RolloutConfig.tensor_parallel", served.tensor_parallel, problem)
         on_gpus = _check_engines(served, gpus, beside=ranks if config.batches_ahead else 0)
         if not on_gpus and config.transport in ("nccl", "cuda_ipc"):
             problem = "sends from GPU to GPU; on CPUs use auto, shared_memory or gloo"

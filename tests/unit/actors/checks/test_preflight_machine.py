@@ -87,6 +87,12 @@ def test_devices_are_divided_over_ranks_and_engines(
     ("number", "changes", "message"),
     [
         (4, {"ranks": 3, "engines": 2}, r"^GRPOConfig\.ranks=3: 3 training ranks, of all groups, and 2 engines take a GPU"),
+        (3, {"ranks": 4, "engines": 4, "colocate": True}, r"^GRPOConfig\.ranks=4: .* has 3: ask for no more engines than"),
+        (
+            2,
+            {"ranks": 2, "colocate": True, "rollout.tensor_parallel": 2},
+            r"^RolloutConfig\.tensor_parallel=2: an engine of several workers takes whole GPUs",
+        ),
         (1, {"engines": 2}, r"^GRPOConfig\.ranks=1: .*the cluster has 1: ask for fewer"),
         (2, {"train.backend_cfg.device": "cpu"}, r"^NativeConfig\.device='cpu': PyTorch sees 2 GPUs on this"),
         (0, {"train.backend_cfg.device": "cuda"}, r"^NativeConfig\.device='cuda': PyTorch sees 0 GPUs"),
