@@ -43,7 +43,7 @@ LANES = (
 
 ``--suite`` keeps the choice of cases (:mod:`tests.support.matrix`) although a file is named.
 """
-NICENESS = (0, 0, 3)
+NICENESS = (0, 0, 5)
 """Of each lane and of its Ray: ranks, which are more at a time, do not starve the others."""
 END_SECONDS = 60.0
 """How long the lanes may take to end once they are interrupted."""
