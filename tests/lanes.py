@@ -34,9 +34,14 @@ RANKS = tuple(
     )
 )
 """Tests with Ray that share no engine with others: training ranks and stand-ins for engines, which take little memory."""
+BESIDE = (
+    *("tests/unit/tree", "tests/unit/benchmarks", "tests/unit/examples", "tests/unit/actors", "tests/unit/adapters"),
+    *(f"tests/unit/rl_backend/{name}" for name in ("cli", "data", "environment")),
+)
+"""Unit tests with a lane of their own. They wait for processes most, and import vLLM, as those of ``rl_backend`` do not."""
 LANES = (
-    ("tests/e2e", *(f"--ignore={file}" for file in (*VERL, *RANKS))),
-    ("tests/unit",),
+    ("tests/unit", "tests/e2e", *(f"--ignore={each}" for each in (*BESIDE, *VERL, *RANKS))),
+    BESIDE,
     (*VERL, *RANKS, "tests/distributed", "tests/golden", "tests/gpu", "--suite"),
 )
 """What each lane gives to pytest. The output of the first is shown while it runs, that of others when all have ended.

@@ -84,12 +84,11 @@ def test_an_interrupted_suite_runs_the_ends_of_its_fixtures(tmp_path: Path, numb
 
 def test_the_lanes_hold_every_folder_of_tests() -> None:
     folders = {f"tests/{path.relative_to(ROOT).parts[1]}" for path in (ROOT / "tests").rglob("test_*.py")}
-    elsewhere = (*lanes.VERL, *lanes.RANKS)
+    elsewhere = (*lanes.BESIDE, *lanes.VERL, *lanes.RANKS)
     held = [each for lane in lanes.LANES for each in lane if not each.startswith("--")]
     assert sorted(held) == sorted([*folders, *elsewhere])
-    (engines,) = [lane for lane in lanes.LANES if "tests/e2e" in lane]
-    for file in elsewhere:
-        assert (ROOT / file).is_file() and f"--ignore={file}" in engines
+    for each in elsewhere:
+        assert (ROOT / each).exists() and f"--ignore={each}" in lanes.LANES[0] and each not in lanes.LANES[0]
     assert all("--suite" in lane for lane in lanes.LANES if any(each.endswith(".py") for each in lane if each[0] != "-"))
 
 
