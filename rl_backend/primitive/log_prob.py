@@ -190,6 +190,14 @@ def logits_chunk_bytes(num_tokens: int, vocab_size: int, chunk_tokens: int, *, c
     return elements * torch.float32.itemsize * (2 if calculate_entropy else 1)
 
 
+def kept_logits_bytes(num_tokens: int, num_labels: int, vocab_size: int) -> int:
+    """Bytes of logits that stay for the backward pass of :func:`next_token_log_probs`, for parameters of at most 32 bits;
+    ``num_labels`` of its tokens have a label.
+    """
+    of_token = vocab_size * torch.float32.itemsize
+    return num_labels * of_token if num_tokens <= KEPT_BYTES // max(of_token, 1) else 0
+
+
 def _tile_elements(rows: int, vocab_size: int, device_type: str) -> int:
     return rows * min(vocab_size, _tile_words(rows, device_type))
 
