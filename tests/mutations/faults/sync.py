@@ -183,7 +183,7 @@ FAULTS = [
     ),
     Fault(
         "an-engine-that-is-killed-leaves-the-file-of-its-workers",
-        "actors.rollout.vllm.process:start_vllm",
+        "actors.rollout.vllm.patches:meet_in_shared_memory",
         'executor.get_file_store_init_method = lambda: f"file://{owned_name()}"',
         "pass",
         ("test_workers_meet_by_a_file_that_goes_when_the_engine_has_ended",),
