@@ -32,9 +32,10 @@ def run_demo(folder: Path, *options: str) -> dict[str, Any]:
 
 
 def median_seconds(folder: Path) -> dict[str, float]:
-    """Of each phase, over the steps after the first five."""
+    """Of each phase, over the steps after the first five; 0 for one that most steps do not have."""
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()][5:]
-    return {name: statistics.median(line[name] for line in lines) for name in lines[-1] if name.startswith("seconds/")}
+    names = [name for name in lines[-1] if name.startswith("seconds/")]
+    return {name: statistics.median(line.get(name, 0.0) for line in lines) for name in names}
 
 
 def compare_ahead(folder: Path, options: Sequence[str], seeds: int) -> dict[str, Any]:

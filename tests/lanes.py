@@ -1,8 +1,8 @@
-"""The suite as ``make test`` runs it: two pytest processes side by side, and one exit status.
+"""The suite as ``make test`` runs it: three pytest processes side by side, and one exit status.
 
-Tests with Ray and vLLM wait for starts and time limits much of their time. The other lane, which computes more, fills that.
-Each lane has a Ray of its own.
-Arguments go to both lanes, or to one pytest where they name files. ``--matrix=FILE`` writes the record of the run
+Tests that start Ray, vLLM or other processes wait for them much of their time. The lane of ranks, which computes more, fills
+that on both cores of a small machine, also after the others have ended. Each lane has a Ray of its own.
+Arguments go to all lanes, or to one pytest where they name files. ``--matrix=FILE`` writes the record of the run
 (:mod:`tests.support.matrix`), unless files are named or the run is interrupted.
 """
 
@@ -16,6 +16,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from types import FrameType
 from typing import IO, Any
@@ -33,24 +34,22 @@ RANKS = tuple(
     )
 )
 """Tests with Ray that share no engine with others: training ranks and stand-ins for engines, which take little memory."""
-FIRST = (
+BESIDE = (
     *("tests/unit/tree", "tests/unit/benchmarks", "tests/unit/examples", "tests/unit/actors", "tests/unit/adapters"),
     *(f"tests/unit/rl_backend/{name}" for name in ("cli", "data", "environment")),
 )
-"""Unit tests at the start of the first lane, so that lanes take about as long."""
+"""Unit tests with a lane of their own. They wait for processes most, and import vLLM, as those of ``rl_backend`` do not."""
 LANES = (
-    (*FIRST, "tests/e2e", *(f"--ignore={file}" for file in (*VERL, *RANKS))),
-    (
-        *(*VERL, *RANKS, "tests/unit", *(f"--ignore={folder}" for folder in FIRST)),
-        *("tests/golden", "tests/gpu", "tests/distributed", "--suite"),
-    ),
+    ("tests/unit", "tests/e2e", *(f"--ignore={each}" for each in (*BESIDE, *VERL, *RANKS))),
+    BESIDE,
+    (*VERL, *RANKS, "tests/distributed", "tests/golden", "tests/gpu", "--suite"),
 )
-"""What each lane gives to pytest. The output of the first is shown while it runs, the other's when both have ended.
+"""What each lane gives to pytest. The output of the first is shown while it runs, that of others when all have ended.
 
 ``--suite`` keeps the choice of cases (:mod:`tests.support.matrix`) although a file is named.
 """
-NICENESS = (0, 5)
-"""Of each lane and of its Ray: ranks of the second, which are more at a time, do not starve the first."""
+NICENESS = (0, 0, 5)
+"""Of each lane and of its Ray: ranks, which are more at a time, do not starve the others."""
 END_SECONDS = 60.0
 """How long the lanes may take to end once they are interrupted."""
 NOTHING_SELECTED = 5
@@ -66,12 +65,14 @@ def main(arguments: Sequence[str]) -> int:
     signal.signal(signal.SIGTERM, _leave)
     started = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="lanes-") as folder:
-        shown, kept = (Path(folder) / name for name in ("shown.log", "kept.log"))
+        files = [Path(folder) / f"{lane}.log" for lane in range(len(LANES))]
         cases = [Path(folder) / f"{lane}.json" for lane in range(len(LANES))] if record else [None] * len(LANES)
-        with subprocess.Popen(["tee", str(shown)], stdin=subprocess.PIPE) as tee, kept.open("w") as output:
+        with ExitStack() as stack:
+            tee = stack.enter_context(subprocess.Popen(["tee", str(files[0])], stdin=subprocess.PIPE))
+            outputs = [tee.stdin, *(stack.enter_context(file.open("w")) for file in files[1:])]
             lanes = [
                 _start(folders, niceness, [*arguments, *([f"--cases={each}"] if each else [])], out)
-                for folders, niceness, out, each in zip(LANES, NICENESS, (tee.stdin, output), cases, strict=True)
+                for folders, niceness, out, each in zip(LANES, NICENESS, outputs, cases, strict=True)
             ]
             try:
                 statuses = [lane.wait() for lane in lanes]
@@ -84,8 +85,8 @@ def main(arguments: Sequence[str]) -> int:
                 raise
         if record:
             matrix.write(ROOT / record, [each for each in cases if each and each.exists()])
-        logs = [log.read_text(errors="replace").rstrip() for log in (shown, kept)]
-    print(logs[1], "", sep="\n")
+        logs = [file.read_text(errors="replace").rstrip() for file in files]
+    print(*logs[1:], "", sep="\n")
     print(*(line for log in logs for line in re.findall(r"^(?:FAILED|ERROR) .*", log, re.MULTILINE)), sep="\n")
     for folders, log in zip(LANES, logs, strict=True):
         print(f"{' '.join(each for each in folders if not each.startswith('--'))}: {log.rpartition('\n')[2].strip('= ')}")

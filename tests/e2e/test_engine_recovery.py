@@ -221,7 +221,7 @@ def assert_that_a_stopped_engine_is_replaced(group: RolloutGroup, seconds: float
 def test_a_stopped_engine_is_ended_within_seconds_and_a_busy_one_is_not(
     ray_cluster: None, untied_model: Path, monkeypatch: pytest.MonkeyPatch, host: str
 ) -> None:
-    if host == "another":  # a task looks at the process there, and processes of the other lane slow it
+    if host == "another":  # a task looks at the process there, and processes of other lanes slow it
         monkeypatch.setattr(heartbeats, "host_identity", lambda: "another host")
     with GroupWithoutVllm(config(untied_model, num_engines=2)) as group:
         assert_that_a_stopped_engine_is_replaced(group, 20 if host == "here" else 60)

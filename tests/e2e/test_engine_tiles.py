@@ -18,11 +18,10 @@ PROMPTS = [[5, 6, 7], list(range(10, 40))]
 SAMPLING = SamplingConfig(n=2, max_new_tokens=12)
 
 
+# Long: three processes of vLLM start. `make test` has what workers read in test_reads.py, what ranks send in test_export.py.
 @pytest.mark.shows("sync: each of an engine's two workers is sent at most 1.05 times what it holds, and serves the weights")
-@pytest.mark.parametrize(
-    ("model", "layout"),
-    [("dense", ParallelConfig(tp=2)), pytest.param("mixture", ParallelConfig(ep=2), marks=pytest.mark.long)],
-)
+@pytest.mark.parametrize(("model", "layout"), [("dense", ParallelConfig(tp=2)), ("mixture", ParallelConfig(ep=2))])
+@pytest.mark.long
 def test_two_workers_are_sent_what_they_read(
     ray_cluster: None,
     untied_model: Path,

@@ -3,7 +3,7 @@
 A plugin of pytest. Of the cases of ``tests/distributed`` it keeps a set that covers every pair of values (:func:`needs`);
 the others get the marker ``long``. Of these ``make test-all`` runs as many as give each test every pair of its own values
 (:func:`beyond_pairs`). Whoever names a file or a test gets all of its cases. ``--cases FILE`` writes what became
-of each case; from the files of both lanes ``tests/lanes.py --matrix=FILE`` makes the record.
+of each case; from the files of all lanes ``tests/lanes.py --matrix=FILE`` makes the record.
 """
 
 from __future__ import annotations

@@ -76,7 +76,7 @@ class RankPool:
 
         Args:
             timeout: seconds; a job that takes longer fails with the stacks of the ranks that hang, and the pool restarts.
-                Long, since processes of the other lane (``tests/lanes.py``) may leave ranks little of a core for a minute.
+                Long, since processes of other lanes (``tests/lanes.py``) may leave ranks little of a core for a minute.
             init_group: False leaves the process group to the function; ``RANK``, ``WORLD_SIZE`` and so on are set.
 
         Raises:

@@ -1,4 +1,4 @@
-"""The two lanes of the suite end what their tests have started, however they are ended."""
+"""The lanes of the suite end what their tests have started, however they are ended."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ import sys
 from pathlib import Path
 from tests import lanes
 
-lanes.ROOT, lanes.LANES = Path(sys.argv[1]), (("one",), ("two",))
+lanes.ROOT, lanes.LANES, lanes.NICENESS = Path(sys.argv[1]), (("one",), ("two",)), (0, 5)
 sys.exit(lanes.main(sys.argv[2:]))
 """
 
@@ -84,16 +84,11 @@ def test_an_interrupted_suite_runs_the_ends_of_its_fixtures(tmp_path: Path, numb
 
 def test_the_lanes_hold_every_folder_of_tests() -> None:
     folders = {f"tests/{path.relative_to(ROOT).parts[1]}" for path in (ROOT / "tests").rglob("test_*.py")}
-    first, second = lanes.LANES
-    assert folders == {each for each in first + second if not each.startswith("--")} - {
-        *lanes.FIRST,
-        *lanes.VERL,
-        *lanes.RANKS,
-    }
-    for folder in lanes.FIRST:
-        assert (ROOT / folder).is_dir() and f"--ignore={folder}" in second and folder in first
-    for file in (*lanes.VERL, *lanes.RANKS):
-        assert (ROOT / file).is_file() and f"--ignore={file}" in first and file in second
+    elsewhere = (*lanes.BESIDE, *lanes.VERL, *lanes.RANKS)
+    held = [each for lane in lanes.LANES for each in lane if not each.startswith("--")]
+    assert sorted(held) == sorted([*folders, *elsewhere])
+    for each in elsewhere:
+        assert (ROOT / each).exists() and f"--ignore={each}" in lanes.LANES[0] and each not in lanes.LANES[0]
     assert all("--suite" in lane for lane in lanes.LANES if any(each.endswith(".py") for each in lane if each[0] != "-"))
 
 

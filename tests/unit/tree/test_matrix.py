@@ -74,7 +74,8 @@ import sys
 from pathlib import Path
 from tests import lanes
 
-lanes.ROOT, lanes.LANES = Path(sys.argv[1]), (("tests/unit",), ("tests/distributed", "tests/e2e/test_last.py", "--suite"))
+lanes.ROOT, lanes.NICENESS = Path(sys.argv[1]), (0, 5)
+lanes.LANES = (("tests/unit",), ("tests/distributed", "tests/e2e/test_last.py", "--suite"))
 sys.exit(lanes.main(sys.argv[2:]))
 """
 
