@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Collection, Iterator, Mapping
 from typing import Annotated, Any, Literal, Self
 
@@ -109,6 +110,8 @@ class RolloutConfig(BaseConfig):
             and continue with the new weights; all keys and values are computed anew, and each token has its own version.
             Either way turns that have not begun wait for the push.
         seed: seed of the engines' own generator, used by requests without a seed of their own.
+        py_executable: absolute path of the Python of the engines' processes, the same on every node: of an environment with
+            another vLLM, PyTorch or transformers, but the same Python and Ray. None takes that of Ray's other workers.
         start_timeout: seconds that starting may take.
         heartbeat_timeout: seconds in which an engine's process answers a heartbeat, whatever vLLM is doing in it; one that
             does not is ended. One that a signal has stopped is seen within seconds, and not taken for one that is busy.
@@ -150,6 +153,7 @@ class RolloutConfig(BaseConfig):
     require_push: bool = False
     turns_at_push: Literal["finish", "pause"] = "finish"
     seed: int = Field(default=0, ge=0, lt=MOST_SEEDS)
+    py_executable: Annotated[str | None, MAY_CHANGE] = None
     start_timeout: Annotated[float, MAY_CHANGE] = Field(default=600.0, gt=0)
     heartbeat_timeout: Annotated[float, MAY_CHANGE] = Field(default=60.0, ge=10)
     max_restarts: Annotated[int, MAY_CHANGE] = Field(default=3, ge=0)
@@ -169,6 +173,9 @@ class RolloutConfig(BaseConfig):
             ours = OWN_ARGUMENTS[name]
             advice = f"use RolloutConfig.{ours}" if ours else "rollout engines set it themselves"
             yield f"engine_args[{name!r}]", self.engine_args[name], advice
+        if self.py_executable is not None and not os.path.isabs(self.py_executable):
+            problem = "expected an absolute path: engines start in a folder of Ray's"
+            yield "py_executable", self.py_executable, problem
         if self.max_num_batched_tokens is not None and self.max_num_batched_tokens < self.max_model_len:
             problem = f"a prompt is computed in one step, so it must be at least max_model_len={self.max_model_len}"
             yield "max_num_batched_tokens", self.max_num_batched_tokens, problem

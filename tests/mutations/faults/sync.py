@@ -528,4 +528,28 @@ FAULTS = [
         ("test_where_loaders_decide_by_values_what_to_read_workers_get_all",),
         "workers would keep old weights",
     ),
+    Fault(
+        "engines-of-the-environment-of-ranks",
+        "actors.rollout.placement:EnginePlacement.options",
+        "if self._config.py_executable is not None:",
+        "if False:",
+        ("test_a_process_of_an_engine_is_of_its_environment",),
+        "engines would start with the vLLM that the run has",
+    ),
+    Fault(
+        "any-environment-will-do",
+        "actors.cluster.environments:why_not_for_engines",
+        "if (python, of_ray) != here:",
+        "if not of_ray:",
+        ("test_other_versions_are_refused",),
+        "processes of different Rays would fail while they start, or not understand each other",
+    ),
+    Fault(
+        "tensors-pickled-for-another-environment",
+        "actors.sync.push:choose_transport",
+        "rollout.config.py_executable is None",
+        "True",
+        ("test_transports_of_vllms_own_are_not_for_engines_of_another_environment",),
+        "handles of one PyTorch would be opened by another",
+    ),
 ]

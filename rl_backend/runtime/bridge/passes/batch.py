@@ -20,7 +20,7 @@ class LaidOut:
 
     Attributes:
         batch: the T packed tokens, on the training device.
-        inputs: keyword arguments of ``GPTModel.forward``.
+        inputs: keyword arguments of a chunk's ``forward``.
         places: (T,) where each packed token is in the columns-by-rows order of Megatron's hidden states.
         heads, adapters: the outputs of the pass, and which adapters work on which of the T tokens, as in ``ModelInput``.
         segments: the sequences among the T tokens; None without adapters.

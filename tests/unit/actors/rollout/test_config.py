@@ -22,6 +22,7 @@ from rl_backend.contracts import ConfigError
         ({"num_engines": 2, "cores": [[0], []]}, r"cores=\(\): a group is different core numbers"),
         ({"num_engines": 2, "cores": [[0], [1, -1]]}, r"cores=\(1, -1\): a group is different core numbers"),
         ({"max_adapter_rank": 513, "max_adapters": 1}, "max_adapter_rank"),
+        ({"py_executable": ".venv/bin/python"}, "py_executable='.venv/bin/python': expected an absolute path"),
         ({"return_routed_experts": True, "turns_at_push": "pause"}, r"turns_at_push='pause': a turn would have routes of"),
         (
             {"return_routed_experts": True, "engine_args": {"block_size": 32, "pipeline_parallel_size": 3}},
@@ -95,6 +96,7 @@ def test_sampling_settings_that_cannot_work_are_refused(settings: dict[str, Any]
         {"gpus_per_worker": 0.5},
         {"gpus_per_worker": 1.0, "tensor_parallel": 2},
         {"max_adapters": 3, "max_adapter_rank": 512},
+        {"py_executable": "/opt/engines/bin/python"},
         {"kv_cache_gib": 1.0, "gpu_memory_utilization": 0.9},
         {"sleep_mode": True, "device": "cpu"},
         {"device": "cpu", "kv_cache_gib": 0.5},
