@@ -10,7 +10,7 @@ from actors.cluster.placement import ClusterShare
 from actors.options.config import TRAINING, HeldOutSets, TrainingConfig, TrainingOptions, resolve_dtype
 from actors.options.eval_sets import sets_by_name
 from actors.options.policy_options import PolicyLoRA
-from actors.rollout.config import RolloutConfig, SamplingConfig, fitting_lengths, positions_of
+from actors.rollout.config import RolloutConfig, SamplingConfig, fitting_lengths, positions_of, require_bounded
 from actors.rollout.placement import with_share
 from actors.sync.staged_transports import TransportName
 from actors.train.model import RouterReplayMode
@@ -164,6 +164,10 @@ class SampledOptions(BaseModel):
         if self.importance == "off" and self.stale_samples == "correct":
             wrong["importance"] = "stale_samples='correct' needs importance weights; use truncate or mask"
         _refuse(self, wrong)
+        if self.rollout.returns_masks:
+            require_bounded(self.rollout, self.sampling)
+            for name, each in self.eval_sampling.items():
+                require_bounded(self.rollout, each, f"eval_dataset[{name!r}]")
         return self
 
     @property

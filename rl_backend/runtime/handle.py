@@ -73,8 +73,8 @@ class Offload:
         # Other processes on the device, engines above all, need the memory, which allocators keep.
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
-        else:
-            ctypes.CDLL(None).malloc_trim(0)
+        elif (libc := ctypes.CDLL(None)) and hasattr(libc, "malloc_trim"):  # glibc's; others give it back themselves
+            libc.malloc_trim(0)
 
     def reload(self, part: Part) -> None:
         """Moves a part back to the training device; nothing to do when it is there. After an error the whole part is in host

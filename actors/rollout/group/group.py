@@ -13,7 +13,7 @@ import ray
 
 from actors.cluster.processes import Process
 from actors.cluster.ray_watch import ray_is_usable
-from actors.rollout.config import RolloutConfig, SamplingConfig, require_tokenizer, within_model
+from actors.rollout.config import RolloutConfig, SamplingConfig, require_bounded, require_tokenizer, within_model
 from actors.rollout.engine.engine import CONCURRENCY_GROUPS, RolloutEngine
 from actors.rollout.group.adapters import GroupAdapters
 from actors.rollout.group.calls import PendingSamples, check_prompts, collect
@@ -150,7 +150,8 @@ class RolloutGroup:
 
         Raises:
             BatchError: an empty or too long prompt, an unknown token id, a wrong number of seeds.
-            ConfigError: stop strings, and engines without a tokenizer.
+            ConfigError: stop strings, and engines without a tokenizer; no ``top_k``, or temperature 0, and engines that
+                return masks.
             EngineDeadError, EngineDirtyError: an engine was lost and is not replaced, or was too often.
             RolloutError: a tenant that has not been pushed, weights with an adapter merged into them, or engines that
                 sleep or have no weights.
@@ -178,6 +179,7 @@ class RolloutGroup:
         prompts = [list(prompt) for prompt in prompts]
         engines, n = self.engine_set, sampling.n
         require_tokenizer(self.config, sampling)
+        require_bounded(self.config, sampling)
         check_prompts(prompts, n, seeds, next(iter(engines.infos.values())))
         with engines.lock:
             chosen = self.lora.chosen(adapter, len(prompts))
