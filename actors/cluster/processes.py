@@ -1,6 +1,7 @@
 """Processes of a host, told apart from later ones that have the same number, where they are, and tasks of other nodes."""
 
 import faulthandler
+import linecache
 import os
 import re
 import signal
@@ -17,6 +18,8 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 _STATE, _PARENT, _START = 0, 1, 19
 _ENDED, _STOPPED = ("Z", "X", "x"), ("T", "t")
 _STACKS, _STACKS_SECONDS = "rl_backend_stacks", 2.0
+# How torch, Megatron and the runtimes wait: for a work, or for a tensor that one will fill.
+_WAIT = re.compile(r"\bwait(_tensor)?\(")
 
 
 class Process(NamedTuple):
@@ -101,13 +104,24 @@ def innermost_calls(stacks: str, below: str, most: int = 4) -> str:
     """Of a text of :func:`stacks_of` the thread that has a call of ``below`` (``file.py:function``): ``step (adam.py:12),
     called from ...``; empty without one.
     """
+    calls = _calls(stacks, below)[:most]
+    return ", called from ".join(f"{function} ({Path(file).name}:{line})" for file, line, function in calls)
+
+
+def waits_for_transfer(stacks: str, below: str) -> bool:
+    """Whether that thread waits for a collective or another transfer, by the line of its innermost call."""
+    file, line, _ = next(iter(_calls(stacks, below)), ("", "0", ""))
+    return _WAIT.search(linecache.getline(file, int(line))) is not None
+
+
+def _calls(stacks: str, below: str) -> list[tuple[str, str, str]]:
+    """File, line and function of the calls that ``below`` has made, or its own, the innermost first."""
     for thread in stacks.split("\n\n"):
-        calls = re.findall(r'File "(?:.*/)?([^"/]+)", line (\d+) in (\S+)', thread)
-        names = [f"{file}:{function}" for file, _, function in calls]
+        calls = re.findall(r'File "([^"]+)", line (\d+) in (\S+)', thread)
+        names = [f"{Path(file).name}:{function}" for file, _, function in calls]
         if below in names:
-            inside = calls[: min(names.index(below), most)] or calls[:1]
-            return ", called from ".join(f"{function} ({file}:{line})" for file, line, function in inside)
-    return ""
+            return calls[: names.index(below)] or calls[:1]
+    return []
 
 
 def driver_mark() -> str:

@@ -157,7 +157,8 @@ class TrainGroup:
         cores_per_rank: CPU cores reserved for a rank, and its number of threads.
         gpus_per_rank: 0, 1, or a share of a GPU for ranks that engines are beside: several ranks with 0.6, say, and as many
             engines of ``RolloutConfig(gpus_per_worker=0.4)``. Several ranks take more than 0.5.
-        failure_grace: seconds that the peers of a failed rank have to answer before all are stopped.
+        failure_grace: seconds that the peers of a failed rank have to answer before all are stopped. Those that are seen to
+            wait in a collective are stopped after one.
         bounds: how long a rank that hangs is waited for; it counts as dead then.
         recover: with ``checkpoint`` a rank that dies, or fails while its peers are in a collective, does not end the group.
             Other ranks take the place of all, build the models, load what :meth:`bound` was told of last, and run the

@@ -1,21 +1,27 @@
 """Signs of life of a group's ranks, and the end of those that show none."""
 
 import math
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
+from weakref import finalize
 
 import ray
 from ray.exceptions import RayError
 
-from actors.cluster.processes import Process, call_on_node, innermost_calls, stacks_of
+from actors.cluster.processes import Process, call_on_node, innermost_calls, stacks_of, waits_for_transfer
 from actors.train.outcome import RankInfo
 
 LOOK_SECONDS = 1.0
 # Of a process of this node the kernel says whether it is stopped. Whoever stops one to look at it for a moment may.
 STOPPED_SECONDS = 4.0
+# After a failure the peers of that rank are looked at more often. One that passes from collective to collective is in other
+# calls at some of these looks, which together take a second.
+PEER_SECONDS, PEER_LOOKS = 0.1, 5
 # A wait for an operation is told of when it has lasted so long, and twice as long, and so on.
 LONG_SECONDS = 300.0
 _END_SECONDS = 20.0
@@ -56,18 +62,21 @@ class _Rank:
 
 @dataclass
 class Pulse:
-    """Asks ranks for signs of life while their driver waits for them; a look costs one small call of each."""
+    """Asks ranks for signs of life while their driver waits for them; a look costs one small call of each. ``stopped`` are
+    the seconds that ranks have been stopped for by then.
+    """
 
     workers: Sequence[Any]
     infos: Sequence[RankInfo]
     bounds: WaitBounds
+    stopped: Mapping[int, float] = field(default_factory=dict)
     _ranks: list[_Rank] = field(default_factory=list)
     _looked: float = field(default_factory=lambda: time.monotonic())
     _waited: float = 0.0
     _long: float = LONG_SECONDS
 
     def __post_init__(self) -> None:
-        self._ranks = [_Rank() for _ in self.workers]
+        self._ranks = [_Rank(stopped=self.stopped.get(number, 0.0)) for number in range(len(self.workers))]
 
     def look(self) -> tuple[list[int], str] | None:
         """The ranks that hang, and how; None where all are alive."""
@@ -114,6 +123,33 @@ class Pulse:
             rank.asked = worker.progress.remote()
 
 
+class IdleRanks:
+    """Looks at the ranks of this node, also while nobody waits for them.
+
+    Attributes:
+        stopped: rank -> the seconds that its process has been stopped for.
+    """
+
+    def __init__(self, infos: Sequence[RankInfo]) -> None:
+        here = {info.rank: Process(info.pid, info.started) for info in infos if info.started and info.node_id == _here()}
+        self.stopped = dict.fromkeys(here, 0.0)
+        self._closed = threading.Event()
+        # Not of this object, which goes with the ranks of a group that nobody closes.
+        looks = (here, self.stopped, self._closed)
+        threading.Thread(target=_look_at_idle, args=looks, name="look at idle ranks", daemon=True).start()
+        finalize(self, self._closed.set)
+
+    def close(self) -> None:
+        self._closed.set()
+
+
+def _look_at_idle(here: Mapping[int, Process], stopped: dict[int, float], closed: threading.Event) -> None:
+    # By looks and not by a clock: where this process stood still itself, nobody has been stopped for long.
+    while not closed.wait(LOOK_SECONDS):
+        for rank, process in here.items():
+            stopped[rank] = stopped[rank] + LOOK_SECONDS if process.is_stopped else 0.0
+
+
 def _is_stopped(info: RankInfo) -> bool:
     return bool(info.started) and info.node_id == _here() and Process(info.pid, info.started).is_stopped
 
@@ -122,23 +158,52 @@ def _here() -> str:
     return str(ray.get_runtime_context().get_node_id())
 
 
-def places_in_code(infos: Sequence[RankInfo]) -> dict[int, str]:
-    """Rank -> the innermost calls of its operation, where its process can say it."""
+class Place(NamedTuple):
+    """The innermost calls of a rank's operation, in words, and whether it waits for a transfer there."""
+
+    calls: str
+    waits: bool
+
+
+@dataclass
+class PeersOfFailed:
+    """The ranks that have not answered after another one has failed."""
+
+    _before: Mapping[int, Place] = field(default_factory=dict)
+    _times: int = 0
+
+    def look(self, infos: Sequence[RankInfo]) -> bool:
+        """Whether all of them have waited for a transfer in all of the last looks, each in one place: for the failed one, or
+        for each other, so that none will answer.
+        """
+        now = places_in_code(infos)
+        waiting = 0 < len(now) == len(infos) and all(place.waits for place in now.values())
+        self._times = self._times + 1 if waiting and now == self._before else int(waiting)
+        self._before = now
+        return self._times >= PEER_LOOKS
+
+
+def places_in_code(infos: Sequence[RankInfo]) -> dict[int, Place]:
+    """Where the ranks are whose processes can say it."""
     asked = {
         info.rank: call_on_node(info.node_id, _place_in_code, info.pid, info.started)
         for info in infos
         if info.started and info.node_id != _here()
     }
-    found = {info.rank: _place_in_code(info.pid, info.started) for info in infos if info.node_id == _here()}
+    here = [info for info in infos if info.node_id == _here()]
+    with ThreadPoolExecutor(max(len(here), 1)) as threads:
+        places = threads.map(lambda info: _place_in_code(info.pid, info.started), here)
+    found = {info.rank: place for info, place in zip(here, places, strict=True)}
     if asked:
         ready, _ = ray.wait(list(asked.values()), num_returns=len(asked), timeout=_STACKS_SECONDS)
         with suppress(RayError):  # of a node that is lost
             found |= {rank: ray.get(ref) for rank, ref in asked.items() if ref in ready}
-    return {rank: found[rank] for rank in sorted(found) if found[rank]}
+    return {rank: found[rank] for rank in sorted(found) if found[rank].calls}
 
 
-def _place_in_code(pid: int, started: str) -> str:
-    return innermost_calls(stacks_of(Process(pid, started)), "worker.py:execute") if started else ""
+def _place_in_code(pid: int, started: str) -> Place:
+    stacks, below = stacks_of(Process(pid, started)) if started else "", "worker.py:execute"
+    return Place(innermost_calls(stacks, below), waits_for_transfer(stacks, below))
 
 
 def end_processes(infos: Sequence[RankInfo]) -> None:

@@ -29,7 +29,16 @@ from actors.cluster.rendezvous import rendezvous_address
 from actors.train.loss import SentLoss
 from actors.train.order import Driver, OperationHeader, this_thread
 from actors.train.outcome import AFTERWARDS, Completed, Failed, RankInfo, breaks_process_group, with_origin
-from actors.train.pulse import LOOK_SECONDS, STARTING, Pulse, WaitBounds, places_in_code
+from actors.train.pulse import (
+    LOOK_SECONDS,
+    PEER_SECONDS,
+    STARTING,
+    IdleRanks,
+    PeersOfFailed,
+    Pulse,
+    WaitBounds,
+    places_in_code,
+)
 from actors.train.worker import TrainActor
 from rl_backend.contracts import (
     ConfigError,
@@ -82,6 +91,7 @@ class TrainRanks:
         self.journal: list[Operation] = []
         self.bounds: WaitBounds | None = None
         self.peak_memory = 0
+        self._idle: IdleRanks | None = None
         self._acknowledged = frozenset[int]()
         self._taken_over = 0
         self._lock = threading.RLock()
@@ -90,6 +100,10 @@ class TrainRanks:
     @property
     def ended(self) -> bool:
         return self._ended is not None
+
+    def located(self, infos: Sequence[RankInfo]) -> None:
+        """These are the ranks' places; from now on it is seen when one is stopped."""
+        self.infos, self.bounds, self._idle = tuple(infos), STARTING, IdleRanks(infos)
 
     def dispatch(
         self, name: str, pickled_calls: Sequence[bytes], loss: SentLoss | None = None
@@ -133,22 +147,28 @@ class TrainRanks:
     def collect(self, title: str, number: int, refs: Sequence[ray.ObjectRef], timeout: float | None) -> list[Any]:
         """One value per rank; raises as :meth:`~actors.train.group.GroupFuture.result`."""
         deadline = None if timeout is None else time.monotonic() + timeout
-        pulse = self._pulse()
+        pulse, peers = self._pulse(), PeersOfFailed()
         rank_of = {ref: rank for rank, ref in enumerate(refs)}
         pending = list(refs)
         values: dict[int, Any] = {}
         failures: dict[int, Failed] = {}
         while pending:
             wait = None if deadline is None else max(0.0, deadline - time.monotonic())
-            look = pulse is not None and (wait is None or wait > LOOK_SECONDS)
-            ready, pending = ray.wait(pending, num_returns=1, timeout=LOOK_SECONDS if look else wait)
+            pause = PEER_SECONDS if failures else LOOK_SECONDS
+            look = pulse is not None and (wait is None or wait > pause)
+            ready, pending = ray.wait(pending, num_returns=1, timeout=pause if look else wait)
+            silent = [] if ready else [rank_of[ref] for ref in pending]
             if not ready and pulse is not None and look:
                 self._require_alive(f"in {title}", pulse)
-                self._say_long_wait(title, pulse, [rank_of[ref] for ref in pending])
+                self._say_long_wait(title, pulse, silent)
+                if failures and peers.look([info for info in self.infos if info.rank in silent]):
+                    self._stop_peers(title, failures, silent, "wait in a collective")
                 continue
             if not ready:
                 if failures:
-                    self._stop_peers(title, failures, [rank_of[ref] for ref in pending])
+                    seconds = f"{self.members.failure_grace:g} s"
+                    most_likely = f"gave no answer within {seconds}, most likely waiting for it in a collective"
+                    self._stop_peers(title, failures, silent, most_likely)
                 raise TimeoutError(f"{title} of training group {self.members.name!r} is not done after {timeout:g} s")
             outcome = self._outcome(title, rank_of[ready[0]], ready[0], pending, rank_of, failures)
             if isinstance(outcome, Completed):
@@ -157,7 +177,7 @@ class TrainRanks:
             else:
                 if not failures:
                     # Peers that do not fail as well are most likely in a collective, and would wait for it until it times
-                    # out.
+                    # out. On a GPU they are not seen to.
                     deadline = time.monotonic() + self.members.failure_grace
                 failures[rank_of[ready[0]]] = outcome
         if failures:
@@ -221,15 +241,20 @@ class TrainRanks:
         with self._lock:
             if self._ended is None:
                 self._ended = HandleError(f"training group {self.members.name!r} was shut down")
-            self.members.kill()
+            self._kill()
 
     def fail(self, message: str, *, cause: Exception | None = None, **details: Any) -> NoReturn:
         """Stops every rank and raises :class:`~rl_backend.contracts.GroupFailedError`, now and at every later call."""
         error = GroupFailedError(f"training group {self.members.name!r}: {message}; {AFTERWARDS}", **details)
         if self._ended is None:
             self._ended = error
-            self.members.kill()
+            self._kill()
         raise error from cause
+
+    def _kill(self) -> None:
+        if self._idle is not None:
+            self._idle.close()
+        self.members.kill()
 
     def _send(
         self, header: OperationHeader, pickled_calls: Sequence[bytes], loss: SentLoss | None
@@ -238,7 +263,8 @@ class TrainRanks:
         return [worker.execute.remote(header, call, loss) for worker, call in zip(workers, pickled_calls, strict=True)]
 
     def _pulse(self) -> Pulse | None:
-        return None if self.bounds is None else Pulse(self.members.workers, self.infos, self.bounds)
+        stopped = {} if self._idle is None else self._idle.stopped
+        return None if self.bounds is None else Pulse(self.members.workers, self.infos, self.bounds, stopped)
 
     def _require_alive(self, when: str, pulse: Pulse) -> None:
         if (found := pulse.look()) is not None:
@@ -255,7 +281,7 @@ class TrainRanks:
 
     def _places_in_code(self, ranks: Sequence[int]) -> str:
         found = places_in_code([info for info in self.infos if info.rank in ranks])
-        return "".join(f"; rank {rank} is in {place}" for rank, place in found.items())
+        return "".join(f"; rank {rank} is in {place.calls}" for rank, place in found.items())
 
     def _check_alive(self) -> None:
         if self._ended is not None:
@@ -334,12 +360,11 @@ class TrainRanks:
             memory=memory_held(),
         )
 
-    def _stop_peers(self, title: str, failures: Mapping[int, Failed], silent: Sequence[int]) -> NoReturn:
+    def _stop_peers(self, title: str, failures: Mapping[int, Failed], silent: Sequence[int], how: str) -> NoReturn:
         rank, failure = next(iter(failures.items()))
         cause = with_origin(failure, rank)
         self.fail(
-            f"rank {rank} failed in {title} with {cause!r} while ranks {sorted(silent)} gave no answer within "
-            f"{self.members.failure_grace:g} s, most likely waiting for it in a collective{self._places_in_code(silent)}",
+            f"rank {rank} failed in {title} with {cause!r} while ranks {sorted(silent)} {how}{self._places_in_code(silent)}",
             cause=cause,
             ranks=sorted(failures),
             silent=sorted(silent),
@@ -448,8 +473,8 @@ def _start(
     ranks = TrainRanks(GroupMembers(group_id, name, workers, placed.group, failure_grace), driver, owned=True)
     try:
         # Waiting for every process first keeps a slow one from looking like one that hangs.
-        ranks.infos = tuple(ranks.collect("start", 0, [worker.locate.remote() for worker in workers], timeout))
-        ranks.bounds, nodes = STARTING, [info.node_ip for info in ranks.infos]
+        ranks.located(ranks.collect("start", 0, [worker.locate.remote() for worker in workers], timeout))
+        nodes = [info.node_ip for info in ranks.infos]
         (rendezvous,) = ranks.collect("start", 0, [workers[0].open_rendezvous.remote(rendezvous_address(nodes))], timeout)
         pickled = cloudpickle.dumps(config)
         refs = [

@@ -26,7 +26,9 @@ DIRECTORY = Path("/dev/shm")
 _PREFIX = "rl_backend_weights"
 _NAME = re.compile(rf"{_PREFIX}-(?P<namespace>\d+)-(?P<pid>\d+)-(?P<start>\d+)-\d+")
 _numbers = itertools.count()
-_OF_LIBRARIES = ("psm_", "sem.mp-", "vllm_dist_")
+_OF_LIBRARIES = re.compile(r"psm_.*|sem\.mp-.*|.*-cpushm_\d+")
+# By which the workers of an engine talk.
+_SOCKET = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
 
 
 class Segment(NamedTuple):
@@ -42,7 +44,7 @@ class SharedSegment:
     def __init__(self, nbytes: int) -> None:
         remove_stale_segments()
         self.nbytes = nbytes
-        self.path = DIRECTORY / f"{_PREFIX}-{_namespace()}-{os.getpid()}-{start_time(os.getpid())}-{next(_numbers)}"
+        self.path = owned_name()
         _reserve(self.path, nbytes)
         self._owner = os.getpid()
         self.buffer = map_segment(str(self.path), nbytes)
@@ -54,6 +56,11 @@ class SharedSegment:
             self.path.unlink(missing_ok=True)
         self.buffer = torch.empty(0, dtype=torch.uint8)
         atexit.unregister(self.close)
+
+
+def owned_name() -> Path:
+    """A new name in shared memory; what has it is removed after this process has ended, as segments are."""
+    return DIRECTORY / f"{_PREFIX}-{_namespace()}-{os.getpid()}-{start_time(os.getpid())}-{next(_numbers)}"
 
 
 def map_segment(path: str, nbytes: int) -> Tensor:
@@ -109,14 +116,29 @@ def shared_files(pid: int) -> set[Path]:
 
 
 def drop_names(pids: Iterable[int]) -> set[Path]:
-    """Takes the names off the shared memory that Python and vLLM have made for these processes, and returns them.
+    """Takes the names off the shared memory and the sockets that Python and vLLM have made for these processes, and returns
+    them. They must have connected by then.
 
-    The processes keep the memory, which the kernel frees when the last of them ends. One that is killed removes no names.
+    The processes keep both, which the kernel frees when the last of them ends. One that is killed removes no names.
     """
-    found = {path for pid in pids for path in shared_files(pid) if path.name.startswith(_OF_LIBRARIES)}
+    found = set[Path]()
+    for pid in pids:
+        found |= {path for path in shared_files(pid) if _OF_LIBRARIES.fullmatch(path.name)}
+        found |= {path for path in _bound_sockets(pid) if _SOCKET.fullmatch(path.name)}
     for path in found:
         path.unlink(missing_ok=True)
     return found
+
+
+def _bound_sockets(pid: int) -> set[Path]:
+    """The files of sockets of the kernel's own kind that a process of this host listens at."""
+    opened, sockets = Path("/proc") / str(pid) / "fd", set[str]()
+    for descriptor in os.listdir(opened) if opened.is_dir() else ():
+        with suppress(OSError):  # closed meanwhile
+            sockets.add(os.readlink(opened / descriptor))
+    # The number of a socket and, of one that is bound, its file are the last two of eight columns.
+    lines = [line.split(maxsplit=7) for line in Path("/proc/net/unix").read_text().splitlines()]
+    return {Path(line[7]) for line in lines if len(line) == 8 and f"socket:[{line[6]}]" in sockets}
 
 
 def _reserve(path: Path, nbytes: int) -> None:

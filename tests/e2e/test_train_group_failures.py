@@ -73,14 +73,14 @@ def sleep(context: RankContext, seconds: float) -> None:
 
 
 @pytest.mark.shows("actors: a rank that fails or dies stops its peers within seconds and is named")
-def test_a_rank_that_fails_alone_stops_its_peers_within_the_grace() -> None:
-    group = TrainGroup(UNIGRAM, num_ranks=2, name="lonely", failure_grace=1.0)
+def test_a_rank_that_fails_alone_stops_its_peers_at_once() -> None:
+    group = TrainGroup(UNIGRAM, num_ranks=2, name="lonely", failure_grace=60.0)
     group.run_on_ranks(sleep, 0.0)  # by now the ranks have imported this file
     start = time.monotonic()
-    alone = r"'lonely': rank 1 failed .* ranks \[0\] gave no answer within 1 s"
+    alone = r"'lonely': rank 1 failed .* ranks \[0\] wait in a collective"
     with pytest.raises(GroupFailedError, match=rf"{alone}.*; rank 0 is in all_reduce .*called from fail_on \(") as ended:
         group.run_on_ranks(fail_on, 1)
-    assert 1.0 <= time.monotonic() - start < 10.0
+    assert time.monotonic() - start < 10.0
     cause = ended.value.__cause__
     assert isinstance(cause, BatchError)
     assert cause.details["field"] == "tokens"
@@ -153,6 +153,7 @@ def test_errors_that_every_rank_answered_keep_the_group_and_arrive_as_what_they_
     def fail_on_one_without_collective(context: RankContext) -> int:
         if context.rank == 1:
             raise UnsupportedError("only here")
+        time.sleep(1.5)  # a peer that waits is stopped by then
         return 0
 
     with pytest.raises(HandleError, match=r"^typed$") as typed:

@@ -34,8 +34,9 @@ def write_run(
 
 # What tells of faults, what depends on what engines have served before, and what is told of other metrics or of the disk.
 _NOT_COMPARED = ("engines/", "recovery/", "environment_share", "prompt_tokens_cached", "warnings")
-# The rest of a batch is sampled in other company when an engine is lost, which rounds its log-probs.
-_ROUNDING = 1e-5
+# The rest of a batch is sampled in other company when an engine is lost, which rounds its log-probs; the divergence grows
+# with the square of that.
+_ROUNDING = {"log_prob_gap": 1e-5, "rollout_kl": 1e-10}
 
 
 def steps_of(folder: Path) -> list[dict[str, Any]]:
@@ -80,6 +81,7 @@ def _compared(line: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _same(metric: str, one: Any, other: Any) -> bool:
-    if metric.startswith("log_prob_gap") and isinstance(one, float) and isinstance(other, float):
-        return abs(one - other) <= _ROUNDING
+    rounding = next((most for name, most in _ROUNDING.items() if metric.startswith(name)), None)
+    if rounding is not None and isinstance(one, float) and isinstance(other, float):
+        return abs(one - other) <= rounding
     return bool(one == other)

@@ -78,7 +78,8 @@ def import_megatron() -> None:
     for message, category in _REPEATED:
         warnings.filterwarnings("ignore", message, category)
     load = torch.storage._load_from_bytes
-    with quiet():
+    # Megatron-Core imports wandb where it is installed, whose folders in /tmp outlive ranks that are killed.
+    with quiet(), hidden("wandb"):
         try:
             # First: it finds out by itself whether Transformer Engine is there.
             for name in ("models.gpt", "distributed", "optimizer", "pipeline_parallel"):
@@ -92,6 +93,19 @@ def import_megatron() -> None:
         finally:
             # Megatron-Core changes torch's pickles, which every process would need Megatron to read.
             torch.storage._load_from_bytes = load
+
+
+@contextmanager
+def hidden(package: str) -> Generator[None]:
+    """Inside, a package counts as not installed; does nothing in a process that has imported it."""
+    if package in sys.modules:
+        yield
+        return
+    sys.modules[package] = None  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        del sys.modules[package]
 
 
 @contextmanager

@@ -28,6 +28,7 @@ from benchmarks.recovery import (
     REPLACED,
     SETTINGS,
     UNDISTURBED,
+    Command,
     Fault,
     attribute,
     draw,
@@ -84,6 +85,18 @@ def test_a_small_file_system_is_filled_to_the_last_page(tmp_path: Path) -> None:
         assert os.statvfs(tmp_path).f_bavail == 0
     finally:
         subprocess.run(("umount", "--lazy", tmp_path), check=True)
+
+
+def test_a_group_has_started_when_its_ranks_and_models_are_there() -> None:
+    command = Command(SimpleNamespace(), Path(), "", "")  # type: ignore[arg-type]
+    said = [
+        "   41.6 s  ranks      starting 2 training ranks of native ...",
+        "  111.6 s  ranks      starting 2 training ranks of native: 1 min 12.5 s",
+        "  122.6 s  model      loading sft: 8 s",
+        "  130.0 s  engines    starting 2 engines: 20 s",
+    ]
+    command.lines = [(0.0, line) for line in said]
+    assert command.start_seconds() == 80.5
 
 
 def rank_line(pid: int, seconds: float) -> str:
@@ -170,8 +183,12 @@ def test_figures_are_of_the_trials_that_struck_a_place() -> None:
         ranks["detect_seconds_p95"] == {"kill": 3.0, "stop": 5.0, "terminate": None} and ranks["lost_seconds_median"] == 3.0
     )
     assert engines["detect_seconds_p95"] == {"kill": None, "stop": 4.0, "terminate": None}
-    times = {"setting": "sft_memory", "start_seconds": 9.0, "step_seconds": 0.5}
-    in_memory = figures([{**each, **times} for each in trials[:2]], [])["memory"]
+    before = trial(0, [], ("stop", "engine", 9.0))
+    before["faults"][0]["seen_by_older_code"] = True
+    assert figures([*trials, before], [])["engines"]["detect_seconds_p95"]["stop"] == 4.0
+    times = {"setting": "sft_memory", "start_seconds": 9.0, "first_step_seconds": 0.5}
+    struck_at_once = {**trials[2], **times, "first_step_seconds": None}
+    in_memory = figures([*({**each, **times} for each in trials[:2]), struck_at_once], [])["memory"]
     assert in_memory == {"lost_seconds_median": 3.0, "step_and_start_seconds_median": 9.5}
     assert found["kinds"]["kill rank in step"] == {"faults": 2, "recovered": 1, "equal": 1}
     told = {"kind": "stop", "place": "engine", "step": -0.5}
@@ -183,7 +200,7 @@ def test_figures_are_of_the_trials_that_struck_a_place() -> None:
 
 def test_runs_differ_in_metrics_samples_and_weights_and_not_in_times_and_events(tmp_path: Path) -> None:
     def run(name: str, changes: dict[str, Any], reward: float = 1.0, weights: bytes = b"w") -> dict[str, Any]:
-        metrics = {"loss": 0.5, "seconds/train": 1.0, "log_prob_gap": 1e-7}
+        metrics = {"loss": 0.5, "seconds/train": 1.0, "log_prob_gap": 1e-7, "rollout_kl": 2e-14}
         samples = [{"reward": reward, "metrics": {"turns": 2, "engine_seconds": time.monotonic()}}]
         written = write_run(tmp_path / name, 2, lambda step: metrics | changes, samples)
         for folder in ("model", "checkpoints/step-1/policy"):
@@ -193,9 +210,10 @@ def test_runs_differ_in_metrics_samples_and_weights_and_not_in_times_and_events(
         return outcome(written)
 
     wanted = run("wanted", {})
-    events = {"seconds/train": 9.0, "recovery/count": 1.0, "engines/died": 1.0, "log_prob_gap": 9e-6}
+    events = {"seconds/train": 9.0, "recovery/count": 1.0, "engines/died": 1.0, "log_prob_gap": 9e-6, "rollout_kl": 9e-11}
     assert differences(run("same", events), wanted) == []
     assert differences(run("far", {"log_prob_gap": 1e-4}), wanted)[0] == "metrics.jsonl:1: log_prob_gap"
+    assert differences(run("farther", {"rollout_kl": 1e-8}), wanted)[0] == "metrics.jsonl:1: rollout_kl"
     assert differences(run("other", {"loss": math.nextafter(0.5, 1)}), wanted)[0] == "metrics.jsonl:1: loss"
     found = differences(run("samples", {}, reward=0.0, weights=b"v"), wanted)
     assert found == ["model/model.safetensors", "samples.jsonl:1: reward"]

@@ -8,11 +8,12 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from actors.cluster import processes
-from actors.cluster.processes import Process, innermost_calls, stacks_of
+from actors.cluster.processes import Process, innermost_calls, stacks_of, waits_for_transfer
 from tests.support.actors_in_process import until
 
 
@@ -109,3 +110,22 @@ def test_the_calls_of_the_thread_that_is_asked_for_are_named_innermost_first() -
     assert innermost_calls(stacks, "b8.py:f8", most=1) == "f0 (b0.py:0)"
     assert innermost_calls(stacks, "b0.py:f0") == "f0 (b0.py:0)"
     assert innermost_calls(stacks, "b1.py:f9") == innermost_calls("", "b1.py:f1") == ""
+
+
+@pytest.mark.parametrize(
+    ("line", "waits"),
+    [
+        ("work.wait()", True),
+        ("return torch.ops._c10d_functional.wait_tensor(tensor)", True),
+        ("for work in works: work.wait()", True),
+        ("os.waitpid(pid, 0)", False),
+        ("loss = self.await_it(rows)", False),
+        ("loss.backward()", False),
+    ],
+)
+def test_the_line_of_the_innermost_call_says_whether_it_waits_for_a_transfer(tmp_path: Path, line: str, waits: bool) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text(f"work.wait()\n{line}\nwork.wait()\n")
+    calls = f'  File "{file}", line 2 in step\n  File "{file}", line 1 in run\n'
+    assert waits_for_transfer(f"Thread 0x1:\n\nThread 0x2:\n{calls}", "mine.py:run") is waits
+    assert not waits_for_transfer(calls, "mine.py:other") and not waits_for_transfer("", "mine.py:run")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from ray.exceptions import ActorDiedError, RayError, RayTaskError
 
 from actors.train import ranks as module
 from actors.train.outcome import Completed, RankInfo, RemoteTraceback
+from actors.train.pulse import LOOK_SECONDS, PEER_SECONDS, PeersOfFailed, Place, WaitBounds
 from rl_backend.contracts import BatchError, ConfigError, GroupFailedError, OperationOrderError
 from tests.support.told_ranks import Ref, ToldGroup, ToldRay, told_death, told_failure
 
@@ -143,6 +145,35 @@ def test_peers_that_do_not_answer_after_a_failure_are_stopped(told: ToldRay) -> 
         "remote_traceback": "traceback of BatchError('odd')",
     }
     assert isinstance(caught.value.__cause__, BatchError) and group.killed == 1
+
+
+@pytest.mark.parametrize("answers", [False, True])
+def test_peers_that_wait_for_one_that_failed_are_stopped_at_once_and_one_that_computes_may_answer(
+    told: ToldRay, monkeypatch: pytest.MonkeyPatch, answers: bool
+) -> None:
+    group, slow, looks = ToldGroup(3, told), Ref(comes=False), []
+    group.members.__dict__["failure_grace"] = 1000.0
+    group.ranks.infos = tuple(RankInfo(rank, "node", "10.0.0.1", 100 + rank) for rank in range(3))
+    group.ranks.bounds = WaitBounds()
+
+    def look(_: PeersOfFailed, infos: list[RankInfo]) -> bool:
+        looks.append([info.rank for info in infos])
+        slow.comes = answers and len(looks) == 3
+        return not answers and len(looks) == 3
+
+    monkeypatch.setattr(module, "Pulse", lambda *_: SimpleNamespace(look=lambda: None, long_wait=lambda: 0.0))
+    monkeypatch.setattr(PeersOfFailed, "look", look)
+    monkeypatch.setattr(module, "places_in_code", lambda infos: {info.rank: Place("recv (a.py:1)", True) for info in infos})
+    slow.answer = Completed(0)
+    refs = [slow, Ref(told_failure(BatchError("odd"))), Ref(Completed(0))]
+    with pytest.raises(BatchError if answers else GroupFailedError) as caught:
+        group.collect(refs)
+    assert looks == [[0]] * 3 and set(told.waits) == {LOOK_SECONDS, PEER_SECONDS}
+    if answers:
+        assert not group.killed
+    else:
+        assert "(step) with BatchError('odd') while ranks [0] wait in a collective; rank 0 is in recv" in str(caught.value)
+        assert group.killed == 1
 
 
 def test_a_rank_that_died_is_named_with_its_process_and_those_that_died_beside_it(told: ToldRay) -> None:

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -16,10 +17,19 @@ import pytest
 from actors.cluster.processes import start_time
 from actors.train import pulse as module
 from actors.train.outcome import RankInfo
-from actors.train.pulse import Pulse, WaitBounds, end_process
+from actors.train.pulse import (
+    PEER_LOOKS,
+    IdleRanks,
+    PeersOfFailed,
+    Place,
+    Pulse,
+    WaitBounds,
+    end_process,
+)
+from tests.support.actors_in_process import until
 from tests.support.told_ranks import Ref, ToldRay
 
-BOUNDS = WaitBounds(silence=30.0, operation=100.0)
+BOUNDS, NODES = WaitBounds(silence=30.0, operation=100.0), ("here", "there")
 
 
 class Clock:
@@ -126,6 +136,35 @@ def test_a_process_that_is_stopped_is_seen_at_once_and_one_that_continues_is_not
     assert looks(elsewhere, clock, 20) is None, "the number is another process's on another node"
 
 
+def test_one_that_was_stopped_while_nobody_waited_for_it_is_seen_at_the_first_look(
+    clock: Clock, process: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "LOOK_SECONDS", 0.05)
+    monkeypatch.setattr(module, "STOPPED_SECONDS", 0.2)
+    infos = tuple(RankInfo(rank, node, "10.0.0.1", process.pid, start_time(process.pid)) for rank, node in enumerate(NODES))
+    idle = IdleRanks(infos)
+    os.kill(process.pid, signal.SIGSTOP)
+    until(lambda: idle.stopped[0] > 0.2)
+    assert set(idle.stopped) == {0}, "the other one's node is not this"
+    pulse = Pulse([Rank(), Rank()], infos, BOUNDS, idle.stopped)
+    assert pulse.look() == ([0], "is stopped (SIGSTOP)")
+    os.kill(process.pid, signal.SIGCONT)
+    until(lambda: idle.stopped[0] == 0.0)
+    assert Pulse([Rank(), Rank()], infos, BOUNDS, idle.stopped).look() is None
+
+
+def test_ranks_are_looked_at_until_they_end_or_nobody_has_them(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    def looks() -> int:
+        return sum(thread.name == "look at idle ranks" for thread in threading.enumerate())
+
+    monkeypatch.setattr(module, "LOOK_SECONDS", 0.02)
+    before, closed, dropped = looks(), IdleRanks(()), IdleRanks(())
+    assert looks() == before + 2
+    closed.close()
+    del dropped
+    until(lambda: looks() == before)
+
+
 def test_what_was_stopped_is_gone_when_others_take_its_place(process: subprocess.Popen[bytes]) -> None:
     started = start_time(process.pid)
     end_process(process.pid, "another")
@@ -158,6 +197,30 @@ def test_ranks_say_where_in_their_operation_they_are_on_every_node(clock: Clock,
     monkeypatch.setattr(module, "call_on_node", lambda node, function, *given: Ref(function(*given), comes=node != "lost"))
     infos = [of_node(0, "here", 3), of_node(1, "here", 4), of_node(2, "here", 6), of_node(3, "there", 3)]
     infos.append(of_node(4, "here", 9, ""))
-    place = "all_reduce (distributed_c10d.py:2800), called from step (mine.py:12), called from run (worker.py:112)"
+    calls = "all_reduce (distributed_c10d.py:2800), called from step (mine.py:12), called from run (worker.py:112)"
+    place = Place(calls, waits=False)  # there is no such file
     assert module.places_in_code(infos) == {0: place, 3: place}
     assert module.places_in_code([of_node(0, "lost", 3)]) == {}
+
+
+WAITS, WAITS_ELSEWHERE, COMPUTES = Place("all_reduce", True), Place("recv", True), Place("step", False)
+
+
+@pytest.mark.parametrize(
+    ("seen", "found"),
+    [
+        ([{0: WAITS, 2: WAITS_ELSEWHERE}] * PEER_LOOKS, True),
+        ([{0: WAITS, 2: COMPUTES}] * PEER_LOOKS, False),
+        ([{0: WAITS}] * PEER_LOOKS, False),
+        ([{}] * PEER_LOOKS, False),
+        ([{0: WAITS, 2: WAITS}, *[{0: WAITS_ELSEWHERE, 2: WAITS}] * (PEER_LOOKS - 1)], False),
+        ([{0: WAITS, 2: COMPUTES}, *[{0: WAITS, 2: WAITS}] * PEER_LOOKS], True),
+    ],
+    ids=["both wait", "one computes", "one does not say", "none says", "one went on", "one waits after a while"],
+)
+def test_peers_of_a_rank_that_failed_are_lost_once_all_have_waited_in_one_place(
+    monkeypatch: pytest.MonkeyPatch, seen: list[dict[int, Place]], found: bool
+) -> None:
+    peers, infos, left = PeersOfFailed(), [RankInfo(rank, "here", "10.0.0.1", rank) for rank in (0, 2)], list(seen)
+    monkeypatch.setattr(module, "places_in_code", lambda asked: left.pop(0) if asked == infos else None)
+    assert [peers.look(infos) for _ in seen] == [False] * (len(seen) - 1) + [found]

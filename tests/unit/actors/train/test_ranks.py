@@ -11,7 +11,7 @@ from ray.exceptions import GetTimeoutError
 from actors.train import ranks as module
 from actors.train.order import OperationHeader, this_thread
 from actors.train.outcome import RankInfo
-from actors.train.pulse import LOOK_SECONDS, WaitBounds
+from actors.train.pulse import LOOK_SECONDS, Place, WaitBounds
 from actors.train.ranks import GroupMembers
 from rl_backend.contracts import GroupFailedError, HandleError, OperationOrderError, RLBackendError
 from rl_backend.contracts.atoms import Operation
@@ -163,7 +163,9 @@ def test_a_rank_between_operations_may_be_late_and_is_lost_when_it_gives_no_sign
 
     monkeypatch.setattr(told, "get", late_answer)
     monkeypatch.setattr(module, "Pulse", Looks)
-    monkeypatch.setattr(module, "places_in_code", lambda infos: {info.rank: "step (adam.py:3)" for info in infos})
+    monkeypatch.setattr(
+        module, "places_in_code", lambda infos: {info.rank: Place("step (adam.py:3)", False) for info in infos}
+    )
     if late == 2:
         assert group.ranks.dispatch("step", [b"a"])[0].number == 1 and not group.killed
     else:

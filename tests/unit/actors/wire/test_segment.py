@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import errno
 import os
+import socket
 import subprocess
+import uuid
 from collections.abc import Iterator
 from multiprocessing import resource_tracker
 from multiprocessing.shared_memory import SharedMemory
@@ -191,8 +193,28 @@ def test_a_host_is_its_kernel_and_its_shared_memory(monkeypatch: pytest.MonkeyPa
     assert host_identity() == f"{boot}:{os.stat('/proc').st_dev}"
 
 
-def test_names_of_shared_memory_go_and_the_memory_stays_until_its_processes_end() -> None:
-    memory, own = SharedMemory(create=True, size=4096), SharedSegment(8)
+def test_names_of_sockets_of_workers_go_and_those_who_are_connected_talk_on(tmp_path: Path) -> None:
+    named, other = tmp_path / str(uuid.uuid4()), tmp_path / "ours"
+    with (
+        socket.socket(socket.AF_UNIX) as listener,
+        socket.socket(socket.AF_UNIX) as kept,
+        socket.socket(socket.AF_UNIX) as end,
+    ):
+        listener.bind(str(named))
+        kept.bind(str(other))
+        for each in (listener, kept):
+            each.listen()
+        end.connect(str(named))
+        assert drop_names([2**30, os.getpid()]) == {named} and not named.exists() and other.exists()
+        answers, _ = listener.accept()
+        with answers:
+            end.sendall(b"x")
+            assert answers.recv(1) == b"x"
+
+
+@pytest.mark.parametrize("name", [None, "rl_backend_weights-1-2-3-4-tp:0-[0-1]-cpushm_0"])
+def test_names_of_shared_memory_go_and_the_memory_stays_until_its_processes_end(name: str | None) -> None:
+    memory, own = SharedMemory(name, create=True, size=4096), SharedSegment(8)
     resource_tracker.unregister(f"/{memory.name}", "shared_memory")
     try:
         path = Path("/dev/shm") / memory.name

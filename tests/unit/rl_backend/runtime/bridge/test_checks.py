@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 import json
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,6 +16,7 @@ from rl_backend.contracts import ConfigError, RuntimeConfig
 from rl_backend.runtime.bridge import checks as bridge_checks
 from rl_backend.runtime.bridge.checks import LayerSizes, _names_in_bridges, check_config, require_layout
 from rl_backend.runtime.bridge.config import BridgeConfig
+from rl_backend.runtime.bridge.installed import hidden
 
 SIZES = LayerSizes(
     num_layers=6,
@@ -149,3 +152,13 @@ def test_bridges_are_known_by_the_names_in_their_sources(
     places = "missing"
     _names_in_bridges.cache_clear()
     bridge_checks._require_bridge("model", {"model_type": "gpt_neox"})
+
+
+def test_a_package_is_hidden_from_megatron_alone_and_only_where_it_was_not_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "wave", raising=False)
+    with hidden("wave"), pytest.raises(ImportError):
+        importlib.import_module("wave")
+    found = importlib.import_module("wave")
+    with hidden("wave"):
+        assert importlib.import_module("wave") is found
+    assert sys.modules["wave"] is found
