@@ -4,7 +4,8 @@ GRPO of SmolLM2-135M on sums, with a real vLLM engine, in the order of one GPU: 
 its state from host memory, trains and gives it back; the engine's weights wake and are pushed, keys and values wake last.
 ``phases`` has the most that the processes held at one time in each (Pss, in GiB, of all steps). On a CPU a sleeping engine
 gives back its keys and values, and keeps its weights; what the rank gives back is host memory as well. So ``emulated`` says
-what a GPU would free beside.
+what a GPU would free beside. ``expected`` is what the rank takes by the plan of its tensors: with what its process held
+before it had any, the staged weights, and copies of what is offloaded.
 
 ``python -m benchmarks.colocate`` writes ``results/colocate.json``.
 """
@@ -86,9 +87,11 @@ def measure(steps: int) -> dict[str, Any]:
     )
     rewards, gaps = [], []
     with TrainGroup(config, num_ranks=1) as train, RolloutGroup(rollout_config) as rollout:
+        ranks = train.run_on_ranks(own_pid)
+        before = sum(map(pss, ranks)) / GIB
         policy = train.build_model()
         engines = [process.pid for _, process in rollout.engine_set.call("locate").values()]
-        watch = Watch(ranks=train.run_on_ranks(own_pid), engines=engines)
+        watch = Watch(ranks=ranks, engines=engines)
         with WeightSync(train, rollout, policy, transport="shared_memory") as sync:
             version = sync.push().version
             for step in range(steps):
@@ -112,7 +115,13 @@ def measure(steps: int) -> dict[str, Any]:
                 print(f"step {step}: reward {rewards[-1]:.3f}, gap {gaps[-1]:.2e}, {watch.phases}", flush=True)
     if max(gaps) > 1e-3:
         raise RuntimeError(f"trainer and engine differ by {max(gaps)} nats")
-    phases = watch.phases
+    phases, plan = watch.phases, planned(config)
+    # What has left the device is a copy of the same size here, and what is on its way is there twice.
+    expected = {
+        "sampling": plan["rank_rollout"],
+        "training": max(plan["rank_training"], plan["rank_rollout"] + plan["rank_moments"]),
+        "push": plan["rank_weight_sync"],
+    }
     most = {who: max(phase[who] for phase in phases.values()) for who in ("ranks", "engines")}
     return {
         "model": "SmolLM2-135M-Instruct, float32",
@@ -125,7 +134,9 @@ def measure(steps: int) -> dict[str, Any]:
             "freed": ["keys and values of engines"],
             "kept, which a GPU frees": ["weights of engines while ranks train", "what ranks hold while engines sample"],
         },
-        "plan": planned(config),
+        "plan": plan,
+        "ranks_before_models": before,
+        "expected": {phase: before + plan["engine_weights"] + tensors for phase, tensors in expected.items()},
         "rewards": rewards,
         "log_prob_gaps": gaps,
         "machine": machine(),
@@ -149,6 +160,7 @@ def planned(config: RuntimeConfig) -> dict[str, float]:
     (rank,) = plan.ranks
     return {
         **{f"rank_{phase}": rank.total(phase, ()) / GIB for phase in ("training", "weight_sync", "rollout")},
+        "rank_moments": rank.optimizer / GIB,
         "engine_weights": plan.sync_bytes / GIB,
         "engine_kv_cache": KV_CACHE_GIB,
     }

@@ -1,11 +1,13 @@
 """Peak memory of a rank that trains SmolLM2-135M-Instruct on this machine's CPUs, over what ``rl-backend plan`` says.
 
-Each case is a process of its own, without Ray, in the environment of a rank: steps of one micro-batch of 4,900 tokens. The
-runtime ``bridge`` has no LoRA. ``make libraries`` installs the model.
+Each case is a process of its own, without Ray, in the environment of a rank: steps of one micro-batch of 4,900 tokens. Of
+full training it also says how fast it is over products of matrices, before and after, which needs an idle machine. ``make
+libraries`` installs the model.
 
     make bench NAME=real_memory                                     all cases, into results/real_model.json
     make bench NAME=real_memory ARGS="--only native_full_float32"
     make bench NAME=real_memory ARGS="--case native_full_float32"   one, in this process, in whatever environment it has
+    make bench NAME=real_memory ARGS="--largest"                    three steps of the largest micro-batch that check accepts
 """
 
 from __future__ import annotations
@@ -13,8 +15,10 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import statistics
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from pathlib import Path
@@ -23,7 +27,9 @@ from typing import Any
 import torch
 
 from actors.cluster.placement import memory_environment, thread_environment
-from benchmarks.report import machine, read_result, update_result
+from benchmarks.process_use import watch
+from benchmarks.real_model import save
+from benchmarks.report import machine, read_result
 from benchmarks.train_speed import next_token_loss
 from rl_backend.contracts import OptimizerConfig, PackedBatch, RuntimeConfig
 from rl_backend.contracts.lora import LoRAConfig
@@ -34,10 +40,14 @@ from tests.support.libraries import smollm2
 
 CASES = {
     f"{backend}_{kind}_{dtype}": (backend, kind == "lora", dtype)
-    for backend, kind in (("native", "full"), ("native", "lora"), ("bridge", "full"))
+    for backend in ("native", "bridge")
+    for kind in ("full", "lora")
     for dtype in ("float32", "bfloat16")
 }
 TOKENS, LENGTH, RANK = 4900, 98, 16
+PRODUCTS, SIDE = 20, 2048
+SMALLEST, LONGEST, STEPS = 1024, 512, 3
+"""Of :func:`largest`: the first micro-batch that is tried, tokens of a row, steps."""
 
 
 def measure(case: str, *, tokens: int, steps: int, threads: bool) -> dict[str, Any]:
@@ -51,6 +61,7 @@ def measure(case: str, *, tokens: int, steps: int, threads: bool) -> dict[str, A
     config = RuntimeConfig(backend=backend, hf_path=str(smollm2()), backend_cfg=options, max_tokens_per_micro_batch=tokens)
     plan = planned(config, has_lora=has_lora, dtype=dtype)
     torch.set_num_threads(len(os.sched_getaffinity(0)))
+    rates = [product_rate(dtype)]
     runtime = create_runtime(config)
     before = resident("VmRSS")
     handle = runtime.build_model(trainable=not has_lora)
@@ -82,7 +93,15 @@ def measure(case: str, *, tokens: int, steps: int, threads: bool) -> dict[str, A
         else:
             step(number, size)
     peak, expected = resident("VmHWM"), max(plan.peak(phase) for phase in ("training", "optimizer_step"))
+    rates.append(product_rate(dtype))
+    speed: dict[str, float] = {}
+    if not has_lora:
+        # The first step takes its memory from the kernel.
+        rate = 6 * plan.num_parameters * tokens / statistics.median(seconds[2:] or seconds[1:])
+        speed = {"training_over_products": rate / max(rates)}
     return {
+        **speed,
+        "products_per_second": rates,
         "plan_gib": expected / GIB,
         "peak_gib": peak / GIB,
         "plan_over_measured": expected / peak,
@@ -99,6 +118,55 @@ def planned(config: RuntimeConfig, *, has_lora: bool, dtype: str) -> Plan:
     tokens = config.max_tokens_per_micro_batch
     work = Workload(sequence_length=LENGTH, micro_batch_tokens=tokens, num_micro_batches=1, sync_dtype=dtype, **lora)
     return make_plan(config, 1, work)
+
+
+def product_rate(dtype: str) -> float:
+    """Floating-point operations a second of the best of some products of square matrices."""
+    factor = torch.ones(SIDE, SIDE, dtype=getattr(torch, dtype))
+    times = []
+    for _ in range(PRODUCTS):
+        start = time.perf_counter()
+        torch.mm(factor, factor)
+        times.append(time.perf_counter() - start)
+    return 2.0 * SIDE**3 / min(times)
+
+
+def largest() -> dict[str, Any]:
+    """SFT of rows that fill the largest micro-batch, a power of two, that ``rl-backend check`` accepts in what is free now;
+    and what it says of the next.
+    """
+    with tempfile.TemporaryDirectory() as text:
+        folder = Path(text)
+        # Of one token each word, and a few beside them.
+        row = json.dumps({"prompt": "the", "answer": " the" * (LONGEST - 12)})
+
+        def command(name: str, tokens: int) -> list[str]:
+            data = folder / f"{tokens}.jsonl"
+            data.write_text(f"{row}\n" * (tokens // LONGEST))
+            sizes = {"max-tokens-per-micro-batch": tokens, "batch-size": tokens // LONGEST, "steps": STEPS}
+            options = {"model": smollm2(), "dataset": data, "max-prompt-tokens": 8, "run-dir": folder / "run", **sizes}
+            words = [word for option, value in options.items() for word in (f"--{option}", str(value))]
+            return [sys.executable, "-m", "rl_backend.cli", *name.split(), *words]
+
+        tokens = SMALLEST
+        while True:
+            check = subprocess.run(command("check sft", 2 * tokens), capture_output=True, text=True, check=False)
+            if check.returncode:
+                break
+            tokens *= 2
+        refusal = next(line for line in (check.stdout + check.stderr).splitlines() if "max-tokens-per-micro-batch" in line)
+        run, metrics = command("sft", tokens), folder / "run" / "metrics.jsonl"
+        use = watch(run, lines_of=metrics, log=folder / "log.txt", environment={"OMP_WAIT_POLICY": "PASSIVE"})
+        lines = [json.loads(line) for line in metrics.read_text().splitlines()]
+    return {
+        "tokens": tokens,
+        "refused": {"tokens": 2 * tokens, "status": check.returncode, "said": refusal.strip()},
+        "steps": len(lines),
+        "tokens_computed": [line["tokens_computed"] for line in lines],
+        "rank_gib": use.peak("rank") / GIB,
+        "all_gib": use.peak() / GIB,
+        "machine": machine(),
+    }
 
 
 def resident(name: str) -> int:
@@ -122,11 +190,15 @@ def main() -> None:
     parser.add_argument("--only", nargs="*", choices=CASES, default=list(CASES), metavar="CASE")
     parser.add_argument("--case", choices=CASES)
     parser.add_argument("--tokens", type=int, default=TOKENS)
-    parser.add_argument("--steps", type=int, default=1)
+    parser.add_argument("--steps", type=int, default=2)
+    parser.add_argument("--largest", action="store_true", help="the largest micro-batch that check accepts")
     parser.add_argument("--threads", action="store_true", help="each step in another thread")
     arguments = parser.parse_args()
     if arguments.case is not None:
         print(json.dumps(measure(arguments.case, tokens=arguments.tokens, steps=arguments.steps, threads=arguments.threads)))
+        return
+    if arguments.largest:
+        save({"largest_micro_batch": largest()})
         return
     for case in arguments.only:
         # Each is kept at once: together they take longer than some will wait.
@@ -134,7 +206,7 @@ def main() -> None:
         found = known | {case: in_a_process(case)}
         shares = {name: each["plan_over_measured"] for name, each in found.items()}
         memory = {"tokens": TOKENS, "cases": found, "machine": machine()}
-        update_result("real_model", {"memory": memory, "plan_over_measured": shares})
+        save({"memory": memory, "plan_over_measured": shares})
 
 
 if __name__ == "__main__":

@@ -6,6 +6,9 @@ step of each run warms up and is not counted. ``make libraries`` installs what t
 
     make bench NAME=real_model ARGS="--rounds 3 --dtype float32"
     make bench NAME=real_model ARGS="--learn 0 1 2"         held-out accuracy before and after 15 steps, for these seeds
+    make bench NAME=real_model ARGS="--row lora_16 --lr 1e-4 --lora.rank 16"
+
+The last runs ours alone, with options of ``rl-backend grpo``, which ``--learn`` takes as well.
 """
 
 from __future__ import annotations
@@ -22,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.process_use import Use, watch
-from benchmarks.report import machine, medians, update_result
+from benchmarks.report import machine, medians, read_result, update_result
 from tests.support.libraries import FOLDER, smollm2
 
 TASK = "gym:chain_sum?min_terms=2&max_terms=2&min_digits=1&max_digits=2"
@@ -39,6 +42,7 @@ SETTINGS = {
 }
 PER_DEVICE = (8, 16, 64)
 LEARNING_STEPS = 15
+MODEL = "SmolLM2-135M-Instruct, dequantised from Q4_1"
 GIB = 2**30
 PHASES = ("sample", "reward", "old_log_probs", "train", "sync")
 
@@ -107,6 +111,14 @@ def compare(settings: Mapping[str, Any], rounds: int) -> dict[str, Any]:
     }
 
 
+def alone(settings: Mapping[str, Any], options: Sequence[str]) -> dict[str, Any]:
+    load = os.getloadavg()[0]
+    with tempfile.TemporaryDirectory() as folder:
+        figures = run_ours(settings, Path(folder), *options)
+    shown = {name: value for name, value in settings.items() if name != "model"}
+    return {"settings": shown, "options": " ".join(options), **figures, "load_before": load, "machine": machine()}
+
+
 def learn(settings: Mapping[str, Any], seed: int, *options: str) -> dict[str, Any]:
     """Held-out accuracy before and after, greedy, and the same run with shuffled rewards."""
     given = {**settings, "seed": seed, "steps": LEARNING_STEPS}
@@ -126,17 +138,34 @@ def learn(settings: Mapping[str, Any], seed: int, *options: str) -> dict[str, An
     return {"seed": seed, **found}
 
 
+def save(rows: Mapping[str, Any]) -> None:
+    """Adds to ``results/real_model.json``."""
+    update_result("real_model", {"model": MODEL, **rows})
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--learn", type=int, nargs="*", metavar="SEED", help="learning curves in place of the comparison")
-    arguments = parser.parse_args()
-    settings = {**SETTINGS, "model": str(smollm2()), "dtype": arguments.dtype}
-    if arguments.learn is None:
-        update_result("real_model", {arguments.dtype: compare(settings, arguments.rounds)})
+    parser.add_argument("--row", default="", help="name of what is measured with other options, without TRL")
+    parser.add_argument("--lr", type=float, default=SETTINGS["lr"])
+    parser.add_argument("--steps", type=int, default=SETTINGS["steps"])
+    arguments, options = parser.parse_known_args()
+    if options and not arguments.row:
+        parser.error(f"{' '.join(options)}: other options get a --row of their own")
+    given = {name: getattr(arguments, name) for name in ("dtype", "lr", "steps")}
+    settings = {**SETTINGS, "model": str(smollm2()), **given}
+    name = "_".join(filter(None, (arguments.row, arguments.dtype)))
+    if arguments.learn is not None:
+        for seed in arguments.learn:
+            # Each is kept at once: one takes half an hour.
+            others = [each for each in read_result("real_model").get(f"learning_{name}", []) if each["seed"] != seed]
+            save({f"learning_{name}": [*others, learn(settings, seed, *options)]})
+    elif arguments.row:
+        save({name: alone(settings, options)})
     else:
-        update_result("real_model", {f"learning_{arguments.dtype}": [learn(settings, seed) for seed in arguments.learn]})
+        save({name: compare(settings, arguments.rounds)})
 
 
 def _figures(use: Use, first: int, lines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

@@ -14,7 +14,7 @@ step: 8 % of the weights, which come from a quantised file, lie just between two
 
 **computed**: bytes and seconds of pushes of Qwen3-235B-A22B and DeepSeek-V3 from 64 to 512 ranks to engines of eight
 workers, by the plans of both sides, for links of 400 Gbit/s. Nothing is sent: the model of a worker is built on the meta
-device, where its loaders say what they read.
+device, where its loaders say what they read. Layers that are alike are counted once and multiplied.
 
 ``python -m benchmarks.sharded_sync [layouts] [changed] [computed]`` writes ``results/sharded_sync.json``.
 """
@@ -56,7 +56,7 @@ from actors.cluster.session import init_local_ray
 from actors.rollout.vllm.capabilities import has_latent_attention
 from actors.sync.report import PushReport
 from actors.sync.staged_transports import PushPlan, describe_export
-from benchmarks.report import interleave, machine, medians, require_sleeping_threads, update_result
+from benchmarks.report import interleave, machine, medians, read_result, require_sleeping_threads, update_result
 from rl_backend.algorithm import rloo_advantages
 from rl_backend.checkpoint.hf_reader import read_hf_config
 from rl_backend.contracts import (
@@ -234,20 +234,21 @@ def measure_layout(name: str, directory: Path, runs: int, engines: int, held: di
     return result
 
 
-def measure_layouts(names: list[str], runs: int, engines: int) -> dict[str, Any]:
-    facts = machine()
+def measure_layouts(names: list[str], runs: int, engines: int) -> None:
+    """Measures layouts, and writes each as soon as it is done; the file keeps its others."""
+    facts = {"runs": runs, "engines": engines, "machine": machine()}
     with tempfile.TemporaryDirectory() as scratch:
         held = write_models(Path(scratch))
-        layouts = {name: measure_layout(name, Path(scratch), runs, engines, held) for name in names}
-    return {
-        "ranks": RANKS,
-        "engines": engines,
-        "workers": WORKERS,
-        "runs": runs,
-        "models": {name: {**SIZES, "type": config.model_type} for name, config in MODELS.items()},
-        "layouts": layouts,
-        "machine": facts,
-    }
+        for name in names:
+            found = {**facts, **measure_layout(name, Path(scratch), runs, engines, held)}
+            about = {
+                "ranks": RANKS,
+                "workers": WORKERS,
+                "models": {key: {**SIZES, "type": each.model_type} for key, each in MODELS.items()},
+            }
+            update_result(
+                "sharded_sync", {**about, "layouts": {**read_result("sharded_sync").get("layouts", {}), name: found}}
+            )
 
 
 def grpo_step(
@@ -390,6 +391,8 @@ COMPUTED = {"Qwen3-235B-A22B": QWEN3_235B, "DeepSeek-V3": DEEPSEEK_V3}
 COMPUTED_RANKS = (64, 128, 256, 512)
 COMPUTED_LAYOUT = ParallelConfig(tp=4, ep=64)
 COMPUTED_WORKERS = 8
+COMPUTED_MORE = 4
+"""Layers of a second model, from which those of the whole one are counted."""
 PARTS = ("layouts", "changed", "computed")
 LINK_GIB = 46.6
 """400 Gbit/s; each rank and each worker has one."""
@@ -408,29 +411,52 @@ def read_by_a_worker(path: Path, infos: Sequence[TensorInfo]) -> int:
     return sum(tile.nbytes for tile in plan_tiles(infos, [reads]))
 
 
-def compute_model(name: str, directory: Path) -> dict[str, Any]:
-    """What pushes of a model take by the plans of its ranks and of an engine."""
+def count_bytes(fields: dict[str, Any], directory: Path) -> dict[str, int]:
+    """Of a model: all bytes, what the first worker of an engine is sent, and what a rank sends at most, by ranks."""
     directory.mkdir()
-    (directory / "config.json").write_text(json.dumps(COMPUTED[name]))
+    (directory / "config.json").write_text(json.dumps(fields))
     native = NativeConfig(parallel=COMPUTED_LAYOUT, param_dtype="bfloat16", activation_checkpointing="full", device="cpu")
     config = RuntimeConfig(hf_path=str(directory), backend_cfg=native)
-    rows: dict[str, Any] = {}
+    found: dict[str, int] = {}
+    infos: Sequence[TensorInfo] = ()
     for ranks in COMPUTED_RANKS:
         _, infos, sent = native_memory(config, ranks, Workload())
-        nbytes, largest = sum(info.nbytes for info in infos), max(sent())
-        rows[str(ranks)] = {"largest_sent": largest, "send_seconds": largest / GIB / LINK_GIB}
-        print(f"{name}, {ranks} ranks: {nbytes / GIB:.1f} GiB, a rank sends {largest / GIB:.2f}", flush=True)
-    fields = {key: value for key, value in COMPUTED[name].items() if key != "quantization_config"}
-    (directory / "config.json").write_text(json.dumps(fields))
+        found[str(ranks)] = max(sent())
+    (directory / "config.json").write_text(
+        json.dumps({name: value for name, value in fields.items() if name != "quantization_config"})
+    )
     with ProcessPoolExecutor(1, get_context("spawn")) as pool:
         received = pool.submit(read_by_a_worker, directory, infos).result()
-    print(f"{name}: a worker of {COMPUTED_WORKERS} receives {received / GIB:.2f} GiB", flush=True)
+    return {"bytes": sum(info.nbytes for info in infos), "received": received, **found}
+
+
+def compute_model(name: str, directory: Path) -> dict[str, Any]:
+    """What pushes of a model take by the plans of its ranks and of an engine.
+
+    Models of few layers and of some more say what each of the others adds, which are all alike: with hundreds of experts in
+    each of a hundred layers the plans take an hour.
+    """
+    directory.mkdir()
+    fields = COMPUTED[name]
+    layers, few = fields["num_hidden_layers"], fields.get("first_k_dense_replace", 0) + 2
+    counted = [
+        count_bytes({**fields, "num_hidden_layers": number}, directory / str(number))
+        for number in (few, few + COMPUTED_MORE)
+    ]
+    fewer, more = counted
+    whole = {key: value + (more[key] - value) * (layers - few) // COMPUTED_MORE for key, value in fewer.items()}
+    seconds = {key: value / GIB / LINK_GIB for key, value in whole.items()}
+    for key, value in whole.items():
+        print(f"{name}, {key}: {value / GIB:.2f} GiB, {seconds[key]:.3f} s", flush=True)
     return {
-        "bytes": nbytes,
-        "one_source_seconds": nbytes / GIB / LINK_GIB,
-        "received_by_worker": received,
-        "receive_seconds": received / GIB / LINK_GIB,
-        "ranks": rows,
+        "bytes": whole["bytes"],
+        "counted_layers": [few, few + COMPUTED_MORE],
+        "one_source_seconds": seconds["bytes"],
+        "received_by_worker": whole["received"],
+        "receive_seconds": seconds["received"],
+        "ranks": {
+            str(ranks): {"largest_sent": whole[str(ranks)], "send_seconds": seconds[str(ranks)]} for ranks in COMPUTED_RANKS
+        },
     }
 
 
@@ -450,20 +476,18 @@ def main() -> None:
     parser.add_argument("--layouts", nargs="+", choices=LAYOUTS, default=list(LAYOUTS))
     arguments = parser.parse_args()
     if "computed" in arguments.parts:
-        path = update_result("sharded_sync", {"computed": measure_computed()})
+        update_result("sharded_sync", {"computed": measure_computed()})
     if set(arguments.parts) == {"computed"}:
-        print(f"written to {path}")
         return
     require_sleeping_threads("benchmarks.sharded_sync")
     init_local_ray(num_cpus=16, include_dashboard=False, log_to_driver=False, object_store_memory=200 * 2**20)
     try:
         if "changed" in arguments.parts:
-            path = update_result("sharded_sync", {"changed": measure_all_changed(arguments.runs)})
+            update_result("sharded_sync", {"changed": measure_all_changed(arguments.runs)})
         if "layouts" in arguments.parts:
-            path = update_result("sharded_sync", measure_layouts(arguments.layouts, arguments.runs, arguments.engines))
+            measure_layouts(arguments.layouts, arguments.runs, arguments.engines)
     finally:
         ray.shutdown()
-    print(f"written to {path}")
 
 
 if __name__ == "__main__":

@@ -4,11 +4,15 @@ Both train the same model on the same sequences, micro-batch by micro-batch, one
 transformers gets what its Trainer gives it: sequences padded on the right to the longest of the micro-batch, an attention
 mask where there is padding, labels of -100 there. Padding does not count as tokens. Runs are interleaved and the figures
 are medians. ``python -m benchmarks.train_speed`` writes ``results/train_speed.json``.
+
+With ``--gemm`` it adds ``share_of_gemm`` alone: operations per second of training steps of SmolLM2-135M, over those of
+products of square matrices of the same dtype with the same threads.
 """
 
 from __future__ import annotations
 
 import argparse
+import statistics
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -18,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.report import interleave, machine, medians, over_machines, write_result
+from benchmarks.report import interleave, machine, medians, over_machines, update_result
 from rl_backend.contracts import (
     MetricValue,
     ModelOutput,
@@ -26,6 +30,8 @@ from rl_backend.contracts import (
     PackedBatch,
     RuntimeConfig,
 )
+from rl_backend.lab.doctor.machine import cpu_features
+from rl_backend.lab.plan.native import LiveBytes
 from rl_backend.runtime import create_runtime
 
 MODEL = {
@@ -43,6 +49,8 @@ LONGEST, SHORTEST = 512, 32
 SEQUENCES_PER_MICRO_BATCH = 8
 MIXED_MICRO_BATCHES = 2
 LEARNING_RATE = 1e-4
+# Of the products that a step is compared with: matrices of this many rows and columns, so many times.
+GEMM_SIZE, GEMM_TIMES = 2048, 8
 
 type Lengths = list[list[int]]
 type Step = Callable[[Sequence[Sequence[Tensor]]], float]
@@ -191,13 +199,52 @@ def compare_losses(losses: Mapping[str, Sequence[float]]) -> None:
                 raise RuntimeError(f"losses differ: {name} {value}, transformers {reference}")
 
 
+def share_of_gemm(dtype: str, runs: int) -> dict[str, Any]:
+    """Of a step on four sequences of ``LONGEST`` tokens, in one micro-batch; ``share`` is the median of the rounds."""
+    # Here: make gpu-check imports this file where there is no SmolLM2.
+    from tests.support.libraries import smollm2
+
+    step, lengths, losses = runtime_step(smollm2(), "native", dtype=dtype), [[LONGEST] * 4], list[float]()
+    train = timed(step, lengths, losses, vocab_size=49_152)
+    train()
+    with LiveBytes() as counted:
+        train()
+    flops, tokens = counted.flops, sum(map(sum, lengths))
+    factor = torch.randn(GEMM_SIZE, GEMM_SIZE).to(getattr(torch, dtype))
+
+    def multiply() -> float:
+        start = time.perf_counter()
+        for _ in range(GEMM_TIMES):
+            torch.mm(factor, factor)
+        return 2 * GEMM_SIZE**3 * GEMM_TIMES / (time.perf_counter() - start)
+
+    multiply()
+    values = interleave(runs, {"training": lambda: train() * flops / tokens, "gemm": multiply})
+    shares = [one / other for one, other in zip(values["training"], values["gemm"], strict=True)]
+    print(f"{dtype}: {statistics.median(shares):.2f} of the products' operations per second, {shares}")
+    return {
+        "share": statistics.median(shares),
+        "shares": shares,
+        "operations_per_second": values,
+        "operations_per_step": flops,
+        "tokens_per_step": tokens,
+    }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--runs", type=int, default=5, help="timed steps of each implementation and workload")
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--gemm", action="store_true", help="only the share of the speed of products of matrices")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     facts = machine()
+    if arguments.gemm:
+        shares = {dtype: share_of_gemm(dtype, arguments.runs) for dtype in ("float32", "bfloat16")}
+        instructions = sorted({"avx512_bf16", "amx_bf16"} & set(cpu_features()))
+        found = {**shares, "bfloat16_instructions": instructions, "machine": facts}
+        print(f"wrote {update_result('train_speed', {'share_of_gemm': found})}")
+        return
     with tempfile.TemporaryDirectory() as directory:
         model_dir = make_model(Path(directory))
         steps = {"native": runtime_step(model_dir, "native"), "transformers": transformers_step(model_dir)}
@@ -205,7 +252,7 @@ def main() -> None:
             name: measure_workload(name, lengths, steps, arguments.runs) for name, lengths in workloads(seed=0).items()
         }
     ratios = {name: result.pop("ratios")["transformers"] for name, result in results.items()}
-    path = write_result(
+    path = update_result(
         "train_speed",
         {
             "native_over_transformers": ratios,

@@ -94,7 +94,7 @@ class Trainer:
         self.source = WeightSource(self.weights())
         self.sync = WeightSync(self.source, rollout)
         self.reports: list[PushReport] = []
-        self.disk_phases: dict[str, list[dict[str, float]]] = {"disk": [], "disk_kept": []}
+        self.other_phases: dict[str, list[dict[str, float]]] = {"disk": [], "disk_kept": [], "limit": []}
         self.last_save: Path | None = None
         self.same_directory = scratch / "save"
         self.same_directory.mkdir()
@@ -142,7 +142,7 @@ class Trainer:
         ended = time.perf_counter()
         # The kernel writes to the disk later, on cores of whatever is measured next.
         os.sync()
-        self.disk_phases[way].append({"save": saved - started, "reload": ended - saved})
+        self.other_phases[way].append({"save": saved - started, "reload": ended - saved})
         return ended - started
 
     def limit(self) -> float:
@@ -153,8 +153,11 @@ class Trainer:
         started = time.perf_counter()
         for info, tensor in zip(self.unchecked.tensors, self.weights().values(), strict=True):
             read_tensor(buffer, info).copy_(tensor)
+        copied = time.perf_counter()
         raise_failures(self.rollout.engine_set.call("load_unchecked", self.unchecked))
-        return time.perf_counter() - started
+        ended = time.perf_counter()
+        self.other_phases["limit"].append({"copy": copied - started, "load": ended - copied})
+        return ended - started
 
     def gap(self) -> float:
         """Mean absolute difference between the engine's log-probs and this model's."""
@@ -191,14 +194,14 @@ def measure(trainer: Trainer, runs: int) -> dict[str, Any]:
                 f"after an update through {name} the log-probs differ by {gaps[name]:.2e}; limit {LARGEST_GAP}"
             )
     trainer.reports.clear()
-    for phases in trainer.disk_phases.values():
+    for phases in trainer.other_phases.values():
         phases.clear()
     seconds = interleave(runs, ways)
     middle = medians(seconds)
     memory_phases = {phase: [report.seconds[phase] for report in trainer.reports] for phase in trainer.reports[0].seconds}
-    disk_phases = {
-        way: medians({phase: [one[phase] for one in runs_of_way] for phase in ("save", "reload")})
-        for way, runs_of_way in trainer.disk_phases.items()
+    other_phases = {
+        way: medians({phase: [one[phase] for one in runs_of_way] for phase in runs_of_way[0]})
+        for way, runs_of_way in trainer.other_phases.items()
     }
     replaced, kept, of_limit = (
         middle[longer] / middle[shorter]
@@ -214,7 +217,7 @@ def measure(trainer: Trainer, runs: int) -> dict[str, Any]:
             "weight_sync", {"disk_over_memory": (kept, replaced), "memory_over_limit": (of_limit,)}
         ),
         "memory_phases": medians(memory_phases),
-        "disk_phases": disk_phases,
+        "other_phases": other_phases,
         "mean_log_prob_gaps": gaps,
         "transport": trainer.reports[0].transport,
         "bytes": trainer.reports[0].nbytes,

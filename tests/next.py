@@ -1,6 +1,6 @@
 """Tests that run in the environments of ``make setup PINS=next`` too, one environment after the other.
 
-make test-next, or python -m tests.next [engines] [trainer] [ARGUMENTS OF PYTEST]
+make test-next, or python -m tests.next [engines] [trainer] [together] [ARGUMENTS OF PYTEST]
 """
 
 from __future__ import annotations
@@ -24,8 +24,9 @@ SUITE: Mapping[str, Sequence[str]] = {
         "tests/unit/rl_backend/model/test_left_out_fields.py",
         "tests/unit/rl_backend/model/test_sparse_families.py",
     ),
+    "together": ("-m", "long", "tests/e2e/test_engine_environments.py"),
 }
-"""By environment. Of the rest nothing is known there: docs/reference/versions.md says what was tried."""
+"""By environment; ``together`` is a cluster of both. Of other tests nothing is known: see docs/reference/versions.md."""
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -33,7 +34,8 @@ def main(arguments: Sequence[str]) -> int:
     rest = [each for each in arguments if each not in SUITE]
     statuses = []
     for environment in named or SUITE:
-        command = [f".venv-next/{environment}/bin/python", "-m", "pytest", *SUITE[environment], *rest]
+        python = f".venv-next/{'trainer' if environment == 'together' else environment}/bin/python"
+        command = [python, "-m", "pytest", *SUITE[environment], *rest]
         print(" ".join(command), flush=True)
         statuses.append(subprocess.run(command, cwd=ROOT, check=False).returncode)
     return max(statuses, key=abs)

@@ -11,6 +11,7 @@ from pathlib import Path
 import ray
 import torch
 
+from actors.cluster.environments import why_not_for_engines
 from actors.cluster.placement import cores_each, gpus_each, usable_cores
 from actors.options.sampled_config import RunConfig, SampledConfig
 from actors.rollout.config import RolloutConfig, check_engine_device
@@ -36,7 +37,7 @@ def find_packages(config: RunConfig) -> str:
         require_installed()
         found.append("Megatron")
     if config.num_engines:
-        _require_vllm()
+        _require_vllm(config.rollout if isinstance(config, SampledConfig) else None)
         found.append("vllm")
     return ", ".join(found)
 
@@ -47,7 +48,7 @@ def find_devices(config: RunConfig) -> str:
         return f"cores and GPUs {OF_A_CLUSTER}"
     gpus, ranks, engines = torch.cuda.device_count(), config.ranks * config.training_groups, config.num_engines
     try:
-        gpus_each(ranks, engines, gpus)
+        shared = gpus_each(ranks, engines, gpus, colocate=config.colocates) % 1
     except ConfigError as error:
         raise ConfigError.of(f"{type(config).__name__}.ranks", config.ranks, str(error)) from None
     device = getattr(config.train.backend_cfg, "device", "auto")
@@ -57,6 +58,9 @@ def find_devices(config: RunConfig) -> str:
         raise ConfigError.of(f"{type(config.train.backend_cfg).__name__}.device", device, problem)
     if isinstance(config, SampledConfig):
         served = config.rollout.replace(model_path=config.model)
+        if shared and served.tensor_parallel > 1:
+            problem = "an engine of several workers takes whole GPUs, and these are shared with ranks; use 1, or more GPUs"
+            raise ConfigError.of("RolloutConfig.tensor_parallel", served.tensor_parallel, problem)
         on_gpus = _check_engines(served, gpus, beside=ranks if config.batches_ahead else 0)
         if not on_gpus and config.transport in ("nccl", "cuda_ipc"):
             problem = "sends from GPU to GPU; on CPUs use auto, shared_memory or gloo"
@@ -102,7 +106,7 @@ def require_engines(engines: RolloutConfig) -> None:
     """Checks that this machine can start engines, without any training rank."""
     if is_on_cluster():
         return
-    _require_vllm()
+    _require_vllm(engines)
     gpus = torch.cuda.device_count()
     if 0 < gpus < engines.num_engines:
         problem = f"each takes a GPU, and this machine has {gpus}; use at most that"
@@ -110,8 +114,11 @@ def require_engines(engines: RolloutConfig) -> None:
     _check_engines(engines, gpus)
 
 
-def _require_vllm() -> None:
-    if importlib.util.find_spec("vllm") is None:
+def _require_vllm(engines: RolloutConfig | None) -> None:
+    if engines is not None and engines.py_executable is not None:
+        if problem := why_not_for_engines(engines.py_executable):
+            raise ConfigError.of("RolloutConfig.py_executable", engines.py_executable, problem)
+    elif importlib.util.find_spec("vllm") is None:
         raise UnsupportedError("vllm is not installed, which samples responses; pip install 'rl-backend[vllm]'")
 
 
@@ -123,8 +130,8 @@ def _check_engines(engines: RolloutConfig, gpus: int, *, beside: int = 0) -> boo
     device = "cuda" if on_gpus else "cpu"
     check_engine_device(engines, device)
     check_served(engines, device)
-    known = _vllm_arguments() if engines.engine_args else frozenset()
-    # vLLM itself would say so when engines have started.
+    # vLLM itself would say so when engines have started; another environment's says it then.
+    known = _vllm_arguments() if engines.engine_args and engines.py_executable is None else frozenset()
     if known and (unknown := sorted(set(engines.engine_args) - known)):
         near = get_close_matches(unknown[0], known, 1)
         advice = f"did you mean {near[0]}?" if near else "leave it out"

@@ -173,17 +173,31 @@ def _amounts(resources: Mapping[str, Any]) -> str:
     return " and ".join(f"{resources.get(kind, 0):g} {kind}" for kind in ("CPU", "GPU"))
 
 
+# Of a GPU, the share of a rank that an engine has the rest of: above a half, so that Ray puts no two ranks on one GPU.
+_BESIDE_AN_ENGINE = 0.6
+
+
 class ClusterShare(NamedTuple):
-    """The resources that each process of a run reserves; ``gpus`` are those of each training rank and each engine."""
+    """The resources that each process of a run reserves; ``gpus`` are those of each training rank."""
 
     cores_per_rank: int
     cores_per_engine: int
     gpus: float
 
+    @property
+    def gpus_per_engine(self) -> float:
+        """As many as a rank, or the rest of one that they share."""
+        return 1 - self.gpus if 0 < self.gpus < 1 else self.gpus
 
-def share_cluster(ranks: int, engines: int = 0, *, take_turns: bool = True) -> ClusterShare:
-    """Divides the cluster over training ranks and engines; raises :class:`ConfigError` where it has too few CPUs or GPUs."""
-    gpus = gpus_each(ranks, engines)
+
+def share_cluster(ranks: int, engines: int = 0, *, take_turns: bool = True, colocate: bool = False) -> ClusterShare:
+    """Divides the cluster over training ranks and engines; raises :class:`ConfigError` where it has too few CPUs or GPUs.
+
+    Args:
+        take_turns: ranks and engines do not compute at the same time, so they may have the same cores.
+        colocate: nor do they hold memory at the same time, so each engine shares the GPU of a rank.
+    """
+    gpus = gpus_each(ranks, engines, colocate=colocate)
     nodes = [node for node in living_nodes() if node["Resources"].get("CPU", 0) >= 1]
     # All CPUs are this machine's, and Ray counts enough of them, as in a session that was started here: ranks divide its
     # cores and so do engines, because they take turns.
@@ -194,7 +208,8 @@ def share_cluster(ranks: int, engines: int = 0, *, take_turns: bool = True) -> C
             return ClusterShare(rank, engine, gpus)
     # Else each has as many CPUs of its own as fit, all equally many.
     cpus = [int(node["Resources"]["CPU"]) for node in nodes]
-    places = [int(node["Resources"].get("GPU", 0) / gpus) if gpus else ranks + engines for node in nodes]
+    on_one = 2 if gpus < 1 else 1
+    places = [int(node["Resources"].get("GPU", 0)) * on_one if gpus else ranks + engines for node in nodes]
     for cores in range(max(cpus, default=0), 0, -1):
         fit = sum(min(count // cores, most) for count, most in zip(cpus, places, strict=True))
         if fit >= ranks + engines:
@@ -205,19 +220,26 @@ def share_cluster(ranks: int, engines: int = 0, *, take_turns: bool = True) -> C
     )
 
 
-def gpus_each(ranks: int, engines: int, gpus: int | None = None) -> float:
-    """GPUs of each training rank and engine: 0, 1, or half of a single one that both share; raises where there are too
+def gpus_each(ranks: int, engines: int, gpus: int | None = None, *, colocate: bool = False) -> float:
+    """GPUs of each training rank: 0, 1, or the share of one that an engine has the rest of; raises where there are too
     few.
     """
     if gpus is None:
         gpus = int(ray.cluster_resources().get("GPU", 0))
+    if gpus and colocate:
+        if engines <= ranks <= gpus:
+            return _BESIDE_AN_ENGINE
+        raise ConfigError(
+            f"{ranks} training ranks, of all groups, take a GPU each, and {engines} engines share those of as many ranks "
+            f"(colocate); the cluster has {gpus}: ask for no more engines than ranks and no more ranks than GPUs"
+        )
     if gpus == 0 or gpus >= ranks + engines:
         return min(gpus, 1)
     if gpus == ranks == engines == 1:
         return 0.5
     raise ConfigError(
         f"{ranks} training ranks, of all groups, and {engines} engines take a GPU each; the cluster has {gpus}: ask for "
-        "fewer (one rank and one engine can share a GPU), or add GPUs"
+        "fewer (one rank and one engine can share a GPU, N of each N GPUs with colocate), or add GPUs"
     )
 
 

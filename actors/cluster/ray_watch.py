@@ -188,7 +188,10 @@ class _Port:
         return ""
 
 
-WHAT_TO_SET = "lower --max-tokens-per-micro-batch, set --activation-checkpointing full, or free memory"
+WHAT_TO_SET = (
+    "lower --max-tokens-per-micro-batch, recompute layers (--train.backend_cfg.activation_checkpointing full in the native "
+    "runtime), or free memory"
+)
 
 # A line of Ray's table of the largest processes: PID, GB, command.
 _USER = re.compile(r"^\s*\d+\s+(\d+(?:\.\d+)?)\s+(\S.*)$", re.MULTILINE)

@@ -455,15 +455,18 @@ def _to_dict(sample: Sample) -> dict[str, Any]:
             "experts": torch.from_numpy(sample.routes.experts.copy()),
             "weight_version": sample.routes.weight_version,
         }
+    if sample.sampling_mask is not None:
+        values["sampling_mask"] = torch.from_numpy(sample.sampling_mask.copy())
     return values
 
 
 def _from_dict(values: Mapping[str, Any]) -> Sample:
-    routes = values["routes"]
+    routes, mask = values["routes"], values.get("sampling_mask")
     return Sample(
         **{
             **values,
             "version_spans": tuple(VersionSpan(*span) for span in values["version_spans"]),
             "routes": None if routes is None else Routes(routes["experts"].numpy(), routes["weight_version"]),
+            "sampling_mask": None if mask is None else mask.numpy(),
         }
     )

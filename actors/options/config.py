@@ -427,6 +427,11 @@ class TrainingOptions(BaseModel):
     def batches_ahead(self) -> int:
         return 0
 
+    @property
+    def colocates(self) -> bool:
+        """Whether engines sleep while ranks train, and ranks leave the GPU while engines sample."""
+        return False
+
     def rollout_config(self, share: ClusterShare) -> RolloutConfig | None:
         """Of the engines, with their share of the cluster; None without any."""
         return None

@@ -10,7 +10,7 @@ from actors.cluster.placement import ClusterShare
 from actors.options.config import TRAINING, HeldOutSets, TrainingConfig, TrainingOptions, resolve_dtype
 from actors.options.eval_sets import sets_by_name
 from actors.options.policy_options import PolicyLoRA
-from actors.rollout.config import RolloutConfig, SamplingConfig, fitting_lengths, positions_of
+from actors.rollout.config import RolloutConfig, SamplingConfig, fitting_lengths, positions_of, require_bounded
 from actors.rollout.placement import with_share
 from actors.sync.staged_transports import TransportName
 from actors.train.model import RouterReplayMode
@@ -69,7 +69,7 @@ SAMPLED = OptionSet(
         "rollout.max_model_len": Follows(lambda config: config.longest_sampled, until=2),
         "rollout.seed": Follows(lambda config: config.seed),
         "rollout.require_push": Follows(lambda config: True, "a run pushes before it samples"),
-        "rollout.sleep_mode": Follows(lambda config: False, "a run's engines never sleep; leave it out"),
+        "rollout.sleep_mode": Follows(lambda config: config.colocate, "follows from colocate; set that"),
         "rollout.return_routed_experts": Follows(
             lambda config: config.router_replay == "R3", "follows from router_replay; set that to R3"
         ),
@@ -87,7 +87,7 @@ SAMPLED = OptionSet(
     groups={
         "sampling": (
             *("sampling.", "samples_per_prompt", "max_response_tokens", "temperature", "prompts_per_step", "engines"),
-            *("max_staleness", "sample_ahead", "stale_samples", "importance", "importance_cap", "transport"),
+            *("max_staleness", "sample_ahead", "stale_samples", "importance", "importance_cap", "transport", "colocate"),
         ),
         "evaluation": ("eval_every",),
         "training": ("updates_per_step", "entropy_coef", "router_replay", "loss."),
@@ -138,6 +138,11 @@ class SampledOptions(BaseModel):
     transport: Annotated[TransportName, MAY_CHANGE] = Field(
         default="auto", description="of weights: auto, shared_memory, gloo, nccl or cuda_ipc"
     )
+    colocate: Annotated[bool, MAY_CHANGE] = Field(
+        default=False,
+        description="ranks and engines have memory in turn, on the same GPUs: engines sleep while ranks train, and ranks "
+        "move to host memory while engines sample, see docs/cluster.md",
+    )
     samples_logged: Annotated[int, MAY_CHANGE] = Field(
         default=256, ge=0, description="samples of each step that samples.jsonl has"
     )
@@ -159,6 +164,10 @@ class SampledOptions(BaseModel):
         if self.importance == "off" and self.stale_samples == "correct":
             wrong["importance"] = "stale_samples='correct' needs importance weights; use truncate or mask"
         _refuse(self, wrong)
+        if self.rollout.returns_masks:
+            require_bounded(self.rollout, self.sampling)
+            for name, each in self.eval_sampling.items():
+                require_bounded(self.rollout, each, f"eval_dataset[{name!r}]")
         return self
 
     @property
@@ -186,6 +195,10 @@ class SampledOptions(BaseModel):
     def batches_ahead(self) -> int:
         """``sample_ahead`` with its default filled in."""
         return self.max_staleness if self.sample_ahead is None else self.sample_ahead
+
+    @property
+    def colocates(self) -> bool:
+        return self.colocate
 
     @property
     def on_policy(self) -> bool:
@@ -255,7 +268,7 @@ class RLConfig(SampledOptions, TrainingOptions, BaseConfig):
 
     @model_validator(mode="after")
     def _check_sizes(self) -> Self:
-        _refuse(self, _too_small(self, "max_prompt_tokens + max_response_tokens"))
+        _refuse(self, _too_small(self, "max_prompt_tokens + max_response_tokens") | _apart(self))
         return self
 
     @property
@@ -383,7 +396,7 @@ class EpisodeConfig(SampledOptions, TrainingOptions, BaseConfig):
         if self.limits.episode_tokens is None:
             problem = "sequences need a bound to be trained on"
             raise ConfigError.of(f"{type(self).__name__}.max_episode_tokens", None, problem)
-        wrong = _too_small(self, "max_episode_tokens")
+        wrong = _too_small(self, "max_episode_tokens") | _apart(self)
         if (self.environment is None) == (self.player is None):
             wrong["environment"] = "give either an environment, which is stepped, or a player, which samples by itself"
         if self.is_set("max_prompt_tokens"):
@@ -430,6 +443,23 @@ class EpisodeConfig(SampledOptions, TrainingOptions, BaseConfig):
 
 SampledConfig = RLConfig | EpisodeConfig
 RunConfig = TrainingConfig | SampledConfig
+
+
+def _apart(config: SampledConfig) -> dict[str, str]:
+    """Why ranks and engines cannot have memory in turn."""
+    if not config.colocate:
+        return {}
+    wrong: dict[str, str] = {}
+    if config.max_staleness:
+        wrong["max_staleness"] = "colocate=True: engines sleep while ranks train, so nothing is sampled ahead; use 0"
+    if config.pushes_adapters:
+        problem = "colocate=True: engines that sleep forget the model below an adapter; use merged"
+        wrong["lora.push"] = problem
+    if config.min_ranks:
+        wrong["min_ranks"] = "colocate=True: ranks that are in host memory cannot get another layout; use 0"
+    if config.training_groups > 1:
+        wrong["colocate"] = f"engines share the GPUs of one training group, and there are {config.training_groups}"
+    return wrong
 
 
 def _too_small(config: SampledConfig, longest_is: str) -> dict[str, str]:

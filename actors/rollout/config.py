@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Collection, Iterator, Mapping
 from typing import Annotated, Any, Literal, Self
 
@@ -11,7 +12,8 @@ from rl_backend.checkpoint.hf_reader import read_hf_config
 from rl_backend.contracts import MAY_CHANGE, BaseConfig, CheckpointError, ConfigError, HasEffect
 from rl_backend.model import model_positions
 
-_MASKS = "return_sampling_mask"
+MASKS = "return_sampling_mask"
+"""Argument of vLLM, in ``RolloutConfig.engine_args``."""
 OWN_ARGUMENTS = {
     "model": "model_path",
     "dtype": "dtype",
@@ -108,6 +110,8 @@ class RolloutConfig(BaseConfig):
             and continue with the new weights; all keys and values are computed anew, and each token has its own version.
             Either way turns that have not begun wait for the push.
         seed: seed of the engines' own generator, used by requests without a seed of their own.
+        py_executable: absolute path of the Python of the engines' processes, the same on every node: of an environment with
+            another vLLM, PyTorch or transformers, but the same Python and Ray. None takes that of Ray's other workers.
         start_timeout: seconds that starting may take.
         heartbeat_timeout: seconds in which an engine's process answers a heartbeat, whatever vLLM is doing in it; one that
             does not is ended. One that a signal has stopped is seen within seconds, and not taken for one that is busy.
@@ -119,7 +123,9 @@ class RolloutConfig(BaseConfig):
             before it counts as dead; in a push by gloo, also seconds that it and a training rank wait for each other.
         sampling_timeout: seconds in which an engine that serves ends one of its requests. One that does not counts as dead
             and is ended.
-        engine_args: further keyword arguments of ``vllm.EngineArgs``; unknown ones are refused before an engine starts.
+        engine_args: further keyword arguments of ``vllm.EngineArgs``; unknown ones are refused before an engine starts. With
+            ``return_sampling_mask`` samples have the words that each token was sampled from (``Sample.sampling_mask``), and
+            training takes its log-probs over them; for GPUs, and for samples with ``top_k`` at a temperature above 0 alone.
     """
 
     model_path: str = Field(min_length=1)
@@ -147,6 +153,7 @@ class RolloutConfig(BaseConfig):
     require_push: bool = False
     turns_at_push: Literal["finish", "pause"] = "finish"
     seed: int = Field(default=0, ge=0, lt=MOST_SEEDS)
+    py_executable: Annotated[str | None, MAY_CHANGE] = None
     start_timeout: Annotated[float, MAY_CHANGE] = Field(default=600.0, gt=0)
     heartbeat_timeout: Annotated[float, MAY_CHANGE] = Field(default=60.0, ge=10)
     max_restarts: Annotated[int, MAY_CHANGE] = Field(default=3, ge=0)
@@ -166,12 +173,9 @@ class RolloutConfig(BaseConfig):
             ours = OWN_ARGUMENTS[name]
             advice = f"use RolloutConfig.{ours}" if ours else "rollout engines set it themselves"
             yield f"engine_args[{name!r}]", self.engine_args[name], advice
-        if self.engine_args.get(_MASKS):
-            yield (
-                f"engine_args[{_MASKS!r}]",
-                self.engine_args[_MASKS],
-                "nothing reads these masks: trainers compute their own; leave it out",
-            )
+        if self.py_executable is not None and not os.path.isabs(self.py_executable):
+            problem = "expected an absolute path: engines start in a folder of Ray's"
+            yield "py_executable", self.py_executable, problem
         if self.max_num_batched_tokens is not None and self.max_num_batched_tokens < self.max_model_len:
             problem = f"a prompt is computed in one step, so it must be at least max_model_len={self.max_model_len}"
             yield "max_num_batched_tokens", self.max_num_batched_tokens, problem
@@ -217,6 +221,10 @@ class RolloutConfig(BaseConfig):
                 yield f"engine_args[{name!r}]", self.engine_args[name], problem
 
     @property
+    def returns_masks(self) -> bool:
+        return bool(self.engine_args.get(MASKS))
+
+    @property
     def batched_tokens(self) -> int:
         return self.max_num_batched_tokens or max(8192, self.max_model_len)
 
@@ -225,10 +233,18 @@ _OF_GPUS = ("gpu_memory_utilization", "gpus_per_worker")
 
 
 def check_engine_device(config: RolloutConfig, device: str) -> None:
-    """Raises :class:`ConfigError` for a field that engines on ``device``, ``cpu`` or ``cuda``, would ignore."""
+    """Raises :class:`ConfigError` for what engines on ``device``, ``cpu`` or ``cuda``, would ignore or do not have."""
+    if device != "cpu":
+        return
     problem = "applies to GPU engines only; unset it for engines on a CPU"
-    given = [name for name in _OF_GPUS if device == "cpu" and config.is_set(name)]
-    ConfigError.refuse_all((f"RolloutConfig.{name}", getattr(config, name), problem) for name in given)
+    wrong = [(f"RolloutConfig.{name}", getattr(config, name), problem) for name in _OF_GPUS if config.is_set(name)]
+    if config.returns_masks:
+        problem = (
+            "vLLM returns masks from its model runner V2 alone, which needs Triton and so a GPU; leave it out on a CPU: "
+            "trainers then say by their own logits which tokens are kept"
+        )
+        wrong.append((f"RolloutConfig.engine_args[{MASKS!r}]", config.engine_args[MASKS], problem))
+    ConfigError.refuse_all(wrong)
 
 
 _SAMPLES = HasEffect(
@@ -328,3 +344,12 @@ def require_tokenizer(config: RolloutConfig, sampling: SamplingConfig) -> None:
             sampling.stop_strings,
             "engines find them in text and have no tokenizer; set RolloutConfig.load_tokenizer",
         )
+
+
+def require_bounded(config: RolloutConfig, sampling: SamplingConfig, owner: str = "SamplingConfig") -> None:
+    """Raises :class:`ConfigError` for sampling that vLLM refuses where it returns masks; ``owner`` has the fields."""
+    if not config.returns_masks:
+        return
+    advice = f"with engine_args[{MASKS!r}] vLLM takes no request without it; set it, or leave the argument out"
+    needed = ("temperature", "top_k")
+    ConfigError.refuse_all((f"{owner}.{name}", 0, advice) for name in needed if not getattr(sampling, name))

@@ -13,7 +13,7 @@ import torch
 import xxhash
 from numpy.typing import NDArray
 
-from actors.rollout.config import SamplingConfig
+from actors.rollout.config import MASKS, SamplingConfig
 from rl_backend.contracts import BatchError, RolloutError, TokenSequence, WeightVersionError, route_fields
 
 STOPPED_LOOKS = 6
@@ -23,6 +23,8 @@ type WakePart = Literal["all", "weights", "kv_cache"]
 type EngineState = Literal["serving", "paused", "dirty", "asleep"]
 type FinishReason = Literal["stop", "length", "abort"]
 type ExpertIds = NDArray[np.integer[Any]]
+type SamplingMask = NDArray[np.int32]
+"""(tokens, K): the ids of the words that each response token was sampled from, in ascending order, and -1 behind."""
 
 
 @dataclass(frozen=True)
@@ -143,6 +145,7 @@ class Response:
         spans: versions of the weights, or of the adapter, that sampled its tokens.
         cached_tokens: of the prompt, which were not computed.
         routes: (prompt and response tokens - 1, MoE layers, top_k), where engines return them and a token was sampled.
+        sampling_mask: where engines return them and a token was sampled.
         engine: number of the engine.
     """
 
@@ -152,6 +155,7 @@ class Response:
     spans: tuple[VersionSpan, ...] = ()
     cached_tokens: int = 0
     routes: ExpertIds | None = field(default=None, compare=False)
+    sampling_mask: SamplingMask | None = field(default=None, compare=False)
     engine: int = field(default=0, compare=False)
 
     @classmethod
@@ -212,6 +216,28 @@ def routes_of(completion: Any, length: int, moe_layers: Sequence[int], name: str
     return np.ascontiguousarray(routes[:, list(moe_layers)])
 
 
+def mask_of(completion: Any, name: str) -> SamplingMask:
+    """The mask of one response, from vLLM's ``CompletionOutput``.
+
+    Raises:
+        RolloutError: the engine ``name`` returned none, not a row for every token, or one without its token.
+    """
+    tokens, mask = list(completion.token_ids), completion.sampling_mask
+    if mask is None or len(mask.token_ids) != len(tokens):
+        found = "no mask" if mask is None else f"a mask of {len(mask.token_ids)} tokens"
+        raise RolloutError(f"{name}: vLLM returned {found} for a response of {len(tokens)}", engine=name)
+    rows = np.full((len(tokens), max(map(len, mask.token_ids))), -1, dtype=np.int32)
+    for place, (token, words) in enumerate(zip(tokens, mask.token_ids, strict=True)):
+        if token not in words:
+            raise RolloutError(
+                f"{name}: response token {place} is {token}, and its mask of {len(words)} words has no such word: the mask "
+                f"is of another token; leave engine_args[{MASKS!r}] out",
+                engine=name,
+            )
+        rows[place, : len(words)] = sorted(words)
+    return rows
+
+
 @dataclass(frozen=True, slots=True)
 class Sample:
     """One response.
@@ -222,6 +248,7 @@ class Sample:
         finish_reason: ``stop`` for a stop token or string, ``length`` for ``max_new_tokens`` or ``max_model_len``.
         version_spans: in order, and adding up to the response's tokens.
         routes: with ``RolloutConfig.return_routed_experts``, the experts of its tokens.
+        sampling_mask: with vLLM's ``return_sampling_mask``, the words that they were sampled from.
     """
 
     prompt_index: int
@@ -233,6 +260,7 @@ class Sample:
     version_spans: tuple[VersionSpan, ...]
     engine: int
     routes: Routes | None = field(default=None, compare=False)
+    sampling_mask: SamplingMask | None = field(default=None, compare=False)
 
     @property
     def weight_versions(self) -> list[int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ import ray
 from ray.util.placement_group import PlacementGroup, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from actors.cluster.environments import why_not_for_engines
 from actors.cluster.placement import ClusterShare, living_nodes, reserve_bundles
 from actors.rollout.config import RolloutConfig, check_engine_device
 from actors.rollout.vllm.process import process_environment
@@ -102,6 +104,8 @@ class EnginePlacement:
             self._reserve(bundle)
         else:
             self._check_unreserved()
+        if config.py_executable is not None:
+            self._require_environment(config.py_executable)
 
     def options(self, engine: int) -> dict[str, Any]:
         bundle = self._bundle()
@@ -111,6 +115,9 @@ class EnginePlacement:
             "max_restarts": 0,
             "runtime_env": {"env_vars": process_environment(self.device)},
         }
+        if self._config.py_executable is not None:
+            # Ray gives it to a shell.
+            options["runtime_env"]["py_executable"] = shlex.quote(self._config.py_executable)
         if self._scheduling is not None:
             options["scheduling_strategy"] = self._scheduling[engine]
         return options
@@ -119,6 +126,18 @@ class EnginePlacement:
         if self._reserved is not None:
             remove_placement_group(self._reserved)
             self._reserved = None
+
+    def _require_environment(self, executable: str) -> None:
+        """Asks the Python of engines where each of them will be."""
+        task: Any = ray.remote(num_cpus=0, max_retries=0)(why_not_for_engines)
+        places = [{}] if self._scheduling is None else [{"scheduling_strategy": each} for each in self._scheduling]
+        try:
+            problems = ray.get([task.options(**place).remote(executable) for place in places])
+            found = sorted(set(problems) - {""})
+            ConfigError.refuse_all(("RolloutConfig.py_executable", executable, problem) for problem in found)
+        except BaseException:
+            self.release()
+            raise
 
     def _bundle(self) -> dict[str, float]:
         cpus, gpus = self._config.cores_per_engine, self._config.gpus_per_worker * self._config.tensor_parallel
@@ -163,10 +182,10 @@ def with_share(config: RolloutConfig, share: ClusterShare) -> RolloutConfig:
     of_share: dict[str, Any] = {}
     if config.cores is None and config.cores_per_engine is None:
         of_share["cores_per_engine"] = share.cores_per_engine
-    gpus = 0.0 if config.device == "cpu" or config.cores is not None else share.gpus
+    gpus = 0.0 if config.device == "cpu" or config.cores is not None else share.gpus_per_engine
     if gpus and not config.is_set("gpus_per_worker"):
         of_share["gpus_per_worker"] = gpus
     if 0 < gpus < 1 and config.kv_cache_gib is None and not config.is_set("gpu_memory_utilization"):
-        # The training rank has the rest of the GPU.
-        of_share["gpu_memory_utilization"] = 0.4
+        # The training rank has the rest of the GPU. Where it leaves it while engines are awake, that is little: its context.
+        of_share["gpu_memory_utilization"] = 0.7 if config.sleep_mode else 0.4
     return config.replace(**of_share)

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Sequence
 from dataclasses import replace
 
-from actors.rollout.config import SamplingConfig, require_tokenizer
+from actors.rollout.config import SamplingConfig, require_bounded, require_tokenizer
 from actors.rollout.group.group import RolloutGroup
 from actors.rollout.messages import Request, Response
 from rl_backend.contracts import ConfigError, RolloutError
@@ -33,7 +33,7 @@ class RolloutTokens:
 
     Raises:
         ConfigError: ``max_new_tokens``, ``n`` or ``log_probs`` in ``sampling``; stop strings and engines without
-            tokenizer.
+            tokenizer; no ``top_k``, or temperature 0, and engines that return masks.
 
     Attributes:
         prompt_tokens: of all turns so far.
@@ -60,6 +60,7 @@ class RolloutTokens:
                 f"a turn is one response with log-probs and brings its own max_new_tokens; unset {' and '.join(unfit)}",
             )
         require_tokenizer(rollout.config, self._sampling)
+        require_bounded(rollout.config, self._sampling)
 
     @property
     def context_tokens(self) -> int:
@@ -96,6 +97,7 @@ class RolloutTokens:
             finish=answer.finish_reason,
             versions=[span.version for span in answer.spans for _ in range(span.tokens)],
             routes=answer.routes,
+            sampling_mask=answer.sampling_mask,
             cached_tokens=answer.cached_tokens,
         )
 

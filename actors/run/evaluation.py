@@ -19,7 +19,7 @@ from actors.folder.lock import require_writable, usable_run_dir
 from actors.options.config import ChosenDtype, resolve_dtype, with_local_model
 from actors.options.eval_sets import EvalDatasets, EvalSet, sets_by_name
 from actors.options.sampled_config import REWARDS, EpisodeConfig, fitted_lengths
-from actors.rollout.config import RolloutConfig, SamplingConfig, more_than, positions_of
+from actors.rollout.config import MASKS, RolloutConfig, SamplingConfig, more_than, positions_of
 from actors.rollout.group.group import RolloutGroup
 from actors.rollout.placement import with_share
 from actors.rollout.tokens import RolloutTokens
@@ -97,6 +97,12 @@ class EvalConfig(BaseConfig):
                 "EvalConfig.rollout.max_model_len",
                 self.rollout.max_model_len,
                 f"must hold max_prompt_tokens and the longest response, {self.longest_sequence}; leave it out",
+            )
+        if self.rollout.returns_masks:
+            raise ConfigError.of(
+                f"EvalConfig.rollout.engine_args[{MASKS!r}]",
+                self.rollout.engine_args[MASKS],
+                "an evaluation trains on no samples, so nobody reads masks; leave it out",
             )
         return self
 

@@ -8,6 +8,7 @@ from typing import Any, Self
 from actors.options.policy_options import tenant_config
 from actors.options.sampled_config import RunConfig
 from actors.rollout.group.group import RolloutGroup
+from actors.run.colocation import Colocation
 from actors.run.session import Session
 from actors.sync.push import WeightSync
 from actors.sync.report import PushReport
@@ -49,6 +50,8 @@ class Parts:
         self._tenants = ExitStack()
         self._connection = ExitStack()
         self._sync: WeightSync | None = None
+        self._policy: GroupModel | None = None
+        self._colocation = Colocation(self.rollout) if config.colocates else None
         self._recovered = self._recoveries()
 
     @property
@@ -81,6 +84,13 @@ class Parts:
         }
 
     def build(self, recipe: ModelRecipe) -> GroupModel:
+        self.to_ranks()
+        model = self._build(recipe)
+        if self._colocation is not None:
+            self._colocation.add(model)
+        return model
+
+    def _build(self, recipe: ModelRecipe) -> GroupModel:
         config, name = self._config, recipe.name
         group, path = self.groups[min(recipe.group, len(self.groups) - 1)], local_model(recipe.hf_path or config.model)
         optimizer = recipe.optimizer
@@ -104,6 +114,7 @@ class Parts:
 
     def connect(self, policy: GroupModel, transport: TransportName) -> None:
         """Engines get the weights of this model from :meth:`push`: of a LoRA tenant the adapter, or all weights merged."""
+        self._policy = policy
         self._connection.close()
         rollout, enter = self.rollout, self._connection.enter_context
         if policy.base is not None and self._config.pushes_adapters:
@@ -117,8 +128,21 @@ class Parts:
             self._sync = enter(WeightSync(policy.group, rollout, policy.handle, transport=transport, merged=merged))
 
     def push(self) -> PushReport:
+        """Where ranks and engines have memory in turn, it is the engines' turn afterwards."""
         assert self._sync is not None, "connect comes first"
-        return self._sync.push()
+        assert self._policy is not None, "connect comes first"
+        if self._colocation is None:
+            return self._sync.push()
+        return self._colocation.to_engines(self._policy, self._sync.push)
+
+    @property
+    def colocation(self) -> str:
+        """In words, how ranks and engines share memory; empty where each has its own."""
+        return "" if self._colocation is None else self._colocation.describe()
+
+    def to_ranks(self) -> bool:
+        """Gives ranks the memory that engines had; whether there was anything to give."""
+        return self._colocation is not None and self._colocation.to_ranks()
 
     def __enter__(self) -> Self:
         return self

@@ -21,12 +21,19 @@ class SampledRun[C: SampledConfig, B: CollectedBatch](Run[C]):
     """What both kinds of runs do between :meth:`begin` and the end."""
 
     def collect(self) -> B:
-        """The batch of the step."""
+        """The batch of the step. With ``colocate`` engines sleep afterwards; the phase ``hand_over``."""
         batch: B = self._sampled.collect(self._step, self._clock)
+        if self._parts.to_ranks():
+            self.lap("hand_over")
         return batch
 
     def push(self) -> PushReport:
-        """Brings the policy's weights to the engines; the phase ``sync`` of the step."""
+        """Brings the policy's weights to the engines; the phase ``sync`` of the step.
+
+        With ``colocate`` ranks move to host memory, so a checkpoint that is due is saved before.
+        """
+        if self.config.colocate:
+            self._saver.save(self._step, self._clock)
         return self._sampled.push(self._step, self.lap)
 
     def finish(self) -> RunResult:

@@ -222,8 +222,10 @@ class Run[C: RunConfig]:
         """
         step, clock, sampling = self._step, self._clock, self._sampling
         self.last_metrics = dict(metrics)
-        # First: with async_save files are written while the step is evaluated.
-        self._saver.save(step, clock)
+        # First: with async_save files are written while the step is evaluated. Ranks that are in host memory by now saved
+        # before the push.
+        if not self.config.colocates:
+            self._saver.save(step, clock)
         measured = {**metrics, **clock.rates, "peak_memory_gib": self._parts.peak_memory / 2**30}
         warnings = self._health.warnings(step, measured | free_disk(self.folder.path))
         also: dict[str, float] = {}
@@ -272,6 +274,7 @@ class Run[C: RunConfig]:
 
         Of a LoRA tenant that is peft's directory, and with ``lora.save_merged`` ``<name>_merged`` is the whole model.
         """
+        self._parts.to_ranks()
         path, lora = self.folder.place(name), self.config.lora
         if model.base is None:
             model.group.save_checkpoint(model.handle, path, hf=True)
@@ -283,6 +286,7 @@ class Run[C: RunConfig]:
         return path
 
     def _end_after(self, step: int) -> NoReturn:
+        self._parts.to_ranks()
         checkpoint = self._saver.end(step, self._state(), self._position)
         how = f"after step {step} of {self.config.steps}"
         if checkpoint is None:
@@ -326,7 +330,8 @@ class Run[C: RunConfig]:
         push, progress = self._parts.push, self.start.progress
         self._sampling = Sampling(config, inputs, source, push, self.folder, progress, began=self._began, label=self.label)
         pushed, results = self._sampling.begin(self.start.step, self._phases, first=self.start.checkpoint is None)
-        known = [*facts, *self._chosen, f"weights by {pushed.transport}", *faster_dtype(config), *self.start.describe()]
+        weights, turns = f"weights by {pushed.transport}", filter(None, [self._parts.colocation])
+        known = [*facts, *self._chosen, weights, *turns, *faster_dtype(config), *self.start.describe()]
         say_facts(f"{self.label}{title}", known)
         self._sampling.begin_steps(results)
 

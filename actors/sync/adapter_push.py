@@ -78,7 +78,9 @@ def send_canary(
     """Lets every living engine answer, and the trainer judge; the engines where the adapter visibly has its effect."""
     info = rollout.infos[rollout.engines[0]]
     prompt = canary.prompt or tuple(5 + index * info.vocab_size // 8 for index in range(min(8, info.max_model_len - 1)))
-    request = Request([token % info.vocab_size for token in prompt], _PROBE, 0, adapter)
+    # Engines that return masks take no request without top_k; this one keeps all words too.
+    probe = _PROBE.replace(top_k=info.vocab_size) if rollout.config.returns_masks else _PROBE
+    request = Request([token % info.vocab_size for token in prompt], probe, 0, adapter)
     outcomes = rollout.call("probe_adapter", request)
     raise_failures({engine: each for engine, each in outcomes.items() if not isinstance(each, EngineDeadError)})
     prompt_ids = tuple(request.prompt_ids)

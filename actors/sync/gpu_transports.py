@@ -65,6 +65,11 @@ class StreamingTransport(Transport):
                 f"moves weights between CUDA devices, but {', '.join(on_cpu)} has none; use transport='shared_memory' on "
                 "one host or 'gloo' across hosts"
             )
+        if rollout.config.py_executable is not None:
+            return (
+                "is vLLM's on both sides, and RolloutConfig.py_executable gives engines another environment; use "
+                "transport='shared_memory' on one host or 'gloo' across hosts"
+            )
         return self.problem_of_gpus(plan, rollout)
 
     @abstractmethod

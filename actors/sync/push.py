@@ -414,7 +414,7 @@ def make_transport(name: str) -> Transport:
 def choose_transport(plan: PushPlan, rollout: EngineSet) -> Transport:
     """CUDA IPC where ranks are on all GPUs of engines, NCCL where each has its own, shared memory on one node, else gloo."""
     infos = [rollout.infos[engine] for engine in rollout.engines]
-    if plan.device_ids and all(info.device == "cuda" for info in infos):
+    if plan.device_ids and all(info.device == "cuda" for info in infos) and rollout.config.py_executable is None:
         if all(set(info.device_ids) <= set(plan.device_ids) for info in infos):
             return make_transport("cuda_ipc")
         if not devices_of_two(plan, rollout):

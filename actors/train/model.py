@@ -79,6 +79,15 @@ class GroupModel:
     hf_path: str = ""
     tokens: TokenCount = field(default_factory=TokenCount, repr=False)
 
+    def to(self, device: Literal["cpu", "device"], *, model: bool = True) -> None:
+        """Moves all of it to host memory or back, or, without ``model``, gradients and optimizer alone.
+
+        The frozen model below a LoRA tenant goes with it.
+        """
+        self.group.to(self.handle, device, model=model)
+        if self.base is not None and model:
+            self.group.to(self.base, device)
+
     def submit_outputs(
         self,
         fields: Mapping[str, str],

@@ -78,6 +78,7 @@ class DemoConfig(BaseConfig):
         default="off", description="for mixtures: R2, routes of the old policy's pass; R3, routes of vLLM"
     )
     engines: int = Field(default=1, ge=1, description="vLLM engines")
+    engine_python: str | None = Field(default=None, description="Python of an environment of their own for engines, a path")
     trace: bool = Field(default=True, description="record all actors, for Perfetto")
     shuffle_rewards: bool = Field(default=False, description="control experiment: rewards go to the wrong responses")
 
@@ -129,6 +130,7 @@ def demo_settings(config: DemoConfig, task: Path, model: Path, run_dir: Path) ->
         "max_staleness": config.max_staleness,
         "router_replay": config.router_replay,
         "engines": config.engines,
+        "rollout": {"py_executable": config.engine_python},
         "transport": "shared_memory",
         "trace": config.trace,
         "shuffle_rewards": config.shuffle_rewards,

@@ -113,7 +113,8 @@ class PolicyGradientLoss:
         ``approx_kl``, ``zero_advantages`` (fraction of tokens that teach nothing); ``clip_fraction_lower`` with
         ``clip_ratio_c``; ``kl`` with ``kl_coef``; ``importance_weight`` and ``importance_dropped`` (fraction of tokens with
         weight 0) with an importance option; ``mask_disagreement`` with :attr:`~rl_backend.contracts.PackedBatch.cuts`
-        (fraction of sampled tokens that this model would not sample); ``entropy`` when the model gives it, else of
+        (fraction of sampled tokens that this model would not sample, or by which it differs from the engine's
+        ``sampling_mask``); ``entropy`` when the model gives it, else of
         ``old_entropy``; with ``rollout_log_probs`` also ``log_prob_gap``, the mean of ``|old_log_probs -
         rollout_log_probs|``, and ``rollout_kl``, the estimate k3 of KL(policy that sampled || policy of ``old_log_probs``),
         both in nats per token.
@@ -190,8 +191,8 @@ class PolicyGradientLoss:
             entropy = token_vector(data, "old_entropy")
         if entropy is not None:
             metrics["entropy"] = token_mean_metric(entropy.detach(), loss_mask)
-        if model_output.was_cut is not None:
-            metrics["mask_disagreement"] = token_mean_metric(model_output.was_cut, loss_mask)
+        if model_output.mask_disagreement is not None:
+            metrics["mask_disagreement"] = token_mean_metric(model_output.mask_disagreement, loss_mask)
         return loss, metrics
 
     @cached_property

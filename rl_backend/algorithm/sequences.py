@@ -9,7 +9,9 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import groupby, pairwise
 from typing import Any, Literal, Protocol
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from rl_backend.algorithm import advantages
@@ -17,7 +19,15 @@ from rl_backend.algorithm.advantages import kl_in_reward, token_rewards
 from rl_backend.algorithm.critic import gae_advantages, masked_whiten
 from rl_backend.algorithm.loss_aggregation import masked_sum, sum_by_sequence, zero_masked
 from rl_backend.algorithm.policy import kl_penalty
-from rl_backend.contracts import EPISODE_SHARE, TARGET_IDS, BatchError, ConfigError, TokenSequence, route_fields
+from rl_backend.contracts import (
+    EPISODE_SHARE,
+    SAMPLING_MASK,
+    TARGET_IDS,
+    BatchError,
+    ConfigError,
+    TokenSequence,
+    route_fields,
+)
 from rl_backend.data import pack
 
 type Truncated = Literal["keep", "zero", "mask"]
@@ -56,6 +66,8 @@ class SampledSegment(Protocol):
     def rewards(self) -> Sequence[float]: ...
     @property
     def routes(self) -> Any: ...
+    @property
+    def sampling_mask(self) -> NDArray[np.int32] | None: ...
 
 
 class SampledTurn(Protocol):
@@ -96,14 +108,15 @@ def episode_sequences(
     Token fields: ``loss_mask`` on the predictions of sampled tokens, ``rollout_log_probs``, and ``token_rewards``, float64,
     at the prediction of a turn's last token. Sequence fields: ``episode``, ``episode_cut`` and ``episode_share``, the part
     of the episode's sampled tokens that the sequence has, with which ``seq-mean-*`` losses count an episode once. With
-    ``routes`` those of the engine too.
+    ``routes`` those of the engine too, and ``sampling_mask`` where engines return masks.
 
     Raises:
-        BatchError: a segment whose parts differ in length, whose first token is sampled, or that lacks routes.
+        BatchError: a segment whose parts differ in length, whose first token is sampled, or that lacks routes; masks of some
+            segments alone.
     """
     if truncated not in ("keep", "zero", "mask"):
         raise ConfigError.of("truncated", truncated, "must be keep, zero or mask")
-    found: list[TokenSequence] = []
+    found, masks = list[TokenSequence](), list[NDArray[np.int32] | None]()
     for index, episode in enumerate(episodes):
         where = f"episode {index}"
         segments = [segment for segment in episode.segments if any(segment.sampled)]
@@ -127,7 +140,8 @@ def episode_sequences(
             }
             sequence = TokenSequence(torch.tensor(segment.token_ids, dtype=torch.int64), fields, of_episode)
             found.append(_of_trained_tokens(sequence))
-    return found
+            masks.append(segment.sampling_mask)
+    return _with_masks(found, masks)
 
 
 def episode_lengths(sequences: Sequence[TokenSequence], episodes: int | None = None, *, in_order: bool = True) -> Tensor:
@@ -250,6 +264,8 @@ class SampledResponse(Protocol):
     def response_ids(self) -> Sequence[int]: ...
     @property
     def log_probs(self) -> Sequence[float]: ...
+    @property
+    def sampling_mask(self) -> NDArray[np.int32] | None: ...
 
     def with_routes(self, sequence: TokenSequence) -> TokenSequence: ...
 
@@ -257,7 +273,10 @@ class SampledResponse(Protocol):
 def to_sequences(samples: Sequence[SampledResponse], *, routes: bool = False) -> list[TokenSequence]:
     """Prompt and response of each sample, with ``loss_mask`` and ``rollout_log_probs``; with ``routes`` the engine's too.
 
-    Log-probs and entropy of these are computed for response tokens alone.
+    Where engines return masks they are ``sampling_mask``. Log-probs and entropy are computed for response tokens alone.
+
+    Raises:
+        BatchError: a sample that lacks routes; masks of some samples alone.
     """
     sequences = [
         _of_trained_tokens(
@@ -267,6 +286,7 @@ def to_sequences(samples: Sequence[SampledResponse], *, routes: bool = False) ->
         )
         for sample in samples
     ]
+    sequences = _with_masks(sequences, [sample.sampling_mask for sample in samples])
     if not routes:
         return sequences
     return [sample.with_routes(sequence) for sample, sequence in zip(samples, sequences, strict=True)]
@@ -276,6 +296,26 @@ def _of_trained_tokens(sequence: TokenSequence) -> TokenSequence:
     # Nobody reads log-probs of prompts, and each costs a product with the whole vocabulary.
     following = sequence.input_ids.roll(-1).where(sequence.token_fields["loss_mask"] != 0, -100)
     return sequence.with_fields({TARGET_IDS: following})
+
+
+def _with_masks(sequences: list[TokenSequence], masks: Sequence[NDArray[np.int32] | None]) -> list[TokenSequence]:
+    """With the masks of the last tokens of each, as many as it has rows: all of one width, at the positions before them."""
+    given = [mask for mask in masks if mask is not None]
+    if not given:
+        return sequences
+    if len(given) != len(masks):
+        raise BatchError(
+            f"{len(given)} of {len(masks)} samples have a mask: take all from engines with return_sampling_mask, or none",
+            name=SAMPLING_MASK,
+        )
+    width, found = max(mask.shape[1] for mask in given), list[TokenSequence]()
+    for sequence, mask in zip(sequences, given, strict=True):
+        placed = torch.full((len(sequence), width), -1, dtype=torch.int32)
+        # Nothing predicts the first token. A copy: the array may lie in Ray's object store.
+        rows = torch.from_numpy(mask[-(len(sequence) - 1) :].copy())
+        placed[len(sequence) - 1 - len(rows) : -1, : rows.shape[1]] = rows
+        found.append(sequence.with_fields({SAMPLING_MASK: placed}))
+    return found
 
 
 def with_outputs(sequences: Sequence[TokenSequence], outputs: Mapping[str, Sequence[Tensor]]) -> list[TokenSequence]:

@@ -10,6 +10,7 @@ from rl_backend.contracts.base_config import HasEffect as HasEffect
 from rl_backend.contracts.base_config import ModelOptions as ModelOptions
 from rl_backend.contracts.base_config import OnResume as OnResume
 from rl_backend.contracts.batch import EPISODE_SHARE as EPISODE_SHARE
+from rl_backend.contracts.batch import SAMPLING_MASK as SAMPLING_MASK
 from rl_backend.contracts.batch import TARGET_IDS as TARGET_IDS
 from rl_backend.contracts.batch import PackedBatch as PackedBatch
 from rl_backend.contracts.batch import SamplingCuts as SamplingCuts
@@ -48,6 +49,7 @@ from rl_backend.contracts.lora import LoRAInfo as LoRAInfo
 from rl_backend.contracts.replay import IndexedLayers as IndexedLayers
 from rl_backend.contracts.replay import RoutedLayers as RoutedLayers
 from rl_backend.contracts.replay import check_keys as check_keys
+from rl_backend.contracts.replay import check_mask as check_mask
 from rl_backend.contracts.replay import check_routes as check_routes
 from rl_backend.contracts.replay import key_fields as key_fields
 from rl_backend.contracts.replay import route_dtype as route_dtype

@@ -20,6 +20,10 @@ from rl_backend.contracts.errors import BatchError
 TARGET_IDS = "target_ids"
 """Token field, (L,) or (L, K) int64: the tokens that log-probs are of, in place of the next ones; -100 asks for none."""
 
+SAMPLING_MASK = "sampling_mask"
+"""Token field, (L, K) int32 or int64: the words that the next token was sampled from, as the engine said; what they hold is
+in :mod:`rl_backend.contracts.replay`."""
+
 EPISODE_SHARE = "episode_share"
 """Sequence field, 0-d floating: the part of its episode that a sequence is. Those of an episode add up to 1."""
 
@@ -116,11 +120,16 @@ class TokenSequence:
 
 
 class SamplingCuts(NamedTuple):
-    """The tokens that are sampled from, as of vLLM's parameters: ``min_p``, of what is left ``top_k``, of that ``top_p``."""
+    """The tokens that are sampled from, as of vLLM's parameters: ``min_p``, of what is left ``top_k``, of that ``top_p``.
+
+    Attributes:
+        mask: of a batch with :data:`SAMPLING_MASK`, those that the engine said it sampled from, in place of these rules.
+    """
 
     top_p: float = 1.0
     top_k: int = 0
     min_p: float = 0.0
+    mask: Tensor | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -132,7 +141,7 @@ class PackedBatch:
         seq_lens: (B,) int64 on the CPU, each >= 1, with sum T.
         token_fields: name -> (T, ...) tensor. ``target_ids`` are the tokens that log-probs are of. In a replay of routes the
             runtime reads ``routed_experts`` and ``routed_experts_mask``; :mod:`rl_backend.contracts.replay` says what they
-            hold. Where it is there, ``indexed_keys`` is read in every pass.
+            hold. Where they are there, ``indexed_keys`` and ``sampling_mask`` are read in every pass.
         sequence_fields: name -> (B, ...) tensor.
         meta: facts that all tokens share. The runtime reads ``temperature`` (a number; a (B,) sequence field of that name
             takes precedence), ``calculate_entropy`` (bool), ``top_log_probs`` (how many of the likeliest tokens the outputs
@@ -231,14 +240,15 @@ class PackedBatch:
     @property
     def cuts(self) -> SamplingCuts | None:
         """What log-probs and entropy are cut to; None where they are of all tokens."""
-        found = SamplingCuts(*(self.meta.get(name, default) for name, default in SamplingCuts._field_defaults.items()))
+        defaults = SamplingCuts()
+        found = SamplingCuts(*(self.meta.get(name, getattr(defaults, name)) for name in ("top_p", "top_k", "min_p")))
         if not (0 < found.top_p <= 1 and 0 <= found.min_p < 1 and found.top_k >= 0):
             raise BatchError(f"meta has {found}: top_p is above 0 and at most 1, min_p below 1, neither nor top_k negative")
-        if found == SamplingCuts():
+        if found == defaults:
             return None
         if self.labels.dim() > 1:
             raise BatchError(f"meta has {found}, and {TARGET_IDS} several tokens at a position: which is sampled is unknown")
-        return found
+        return found._replace(mask=self.token_fields.get(SAMPLING_MASK))
 
     @property
     def num_top(self) -> int:

@@ -1,4 +1,4 @@
-"""Replay: recorded routes of experts, and recorded keys of sparse attention, which a model must choose again.
+"""Replay: recorded routes of experts, keys of sparse attention and words of sampling, which a model must choose again.
 
 Routes are the experts that every token went to. They are a part of a batch like any other:
 
@@ -16,6 +16,12 @@ Keys are the tokens that each token attended to, in models with indexers:
 - token field ``indexed_keys``, (T, R, top_k) int32 or int64: in each of the R layers with an indexer, in order, the tokens
   that a token attended to, by their places in the sequence, in any order, all different. A token at place p has the smaller
   of ``top_k`` and p + 1 of them, and -1 behind. Where all are -1 the indexer chooses, as for the last sampled token.
+
+Words are what an engine sampled from, with ``top_p``, ``top_k`` or ``min_p`` in the batch's ``meta``:
+
+- token field ``sampling_mask``, (T, K) int32 or int64: at the position that predicts a token, the ids of the words that it
+  was sampled from, in ascending order, and -1 behind; -1 alone where no log-prob is asked for. Log-probs and entropy are
+  over these words. What the model itself would keep is compared with them, and not used.
 """
 
 from dataclasses import dataclass
@@ -23,7 +29,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from rl_backend.contracts.batch import PackedBatch
+from rl_backend.contracts.batch import SAMPLING_MASK, TARGET_IDS, PackedBatch
 from rl_backend.contracts.errors import BatchError
 
 ROUTES = "routed_experts"
@@ -204,4 +210,36 @@ def _require_seen(keys: Tensor, batch: PackedBatch) -> None:
                 f"top_k={keys.shape[-1]} and the place + 1 different ones, the last its own at most; or -1 alone, for the "
                 "indexer to choose",
                 name=KEYS,
+            )
+
+
+def check_mask(batch: PackedBatch, vocab_size: int) -> None:
+    """Raises :class:`BatchError` for words that the batch's tokens cannot have been sampled from."""
+    mask = batch.token_field(SAMPLING_MASK)
+    if mask.dim() != 2 or mask.shape[1] == 0 or mask.dtype not in (torch.int32, torch.int64):
+        raise BatchError(
+            f"{SAMPLING_MASK} has shape {tuple(mask.shape)} and dtype {mask.dtype}; expected int32 or int64 and (tokens, "
+            "words), at least one: the ids of the words that each next token was sampled from, -1 behind",
+            name=SAMPLING_MASK,
+        )
+    if batch.cuts is None:
+        raise BatchError(
+            f"{SAMPLING_MASK} without top_p, top_k or min_p in meta: give those that the engine sampled with, or leave the "
+            "field out",
+            name=SAMPLING_MASK,
+        )
+    labels, before, behind = batch.labels, mask[:, :-1], mask[:, 1:]
+    wrong = {
+        f"a word outside of the vocabulary, 0 to {vocab_size - 1}": ((mask < -1) | (mask >= vocab_size)).any(1),
+        "words that do not ascend": ((behind != -1) & ((behind <= before) | (before == -1))).any(1),
+        "no place for the token that was sampled": (labels != -100) & (mask != labels[:, None]).all(1),
+    }
+    for problem, found in wrong.items():
+        if bool(found.any()):
+            token = int(found.nonzero()[0])
+            raise BatchError(
+                f"{SAMPLING_MASK} has {problem} at token {token} of the micro-batch, before token {int(labels[token])}: "
+                f"{mask[token].tolist()[:8]}; use the mask that came with the sample, and {TARGET_IDS} -100 before tokens "
+                "that were not sampled",
+                name=SAMPLING_MASK,
             )

@@ -22,8 +22,10 @@ class ModelOutput(NamedTuple):
         top_ids: (T, K) int64, the K likeliest tokens after each token, the last of a sequence included, likeliest first;
             ``meta["top_log_probs"]`` is K.
         top_log_probs: (T, K), theirs, at the batch's temperature; without a gradient.
-        was_cut: 1 where :attr:`PackedBatch.cuts` leave the next token out, by this model, and 0 elsewhere. ``log_probs``
-            and ``entropy`` are of the distribution over the tokens that are kept, and the next one.
+        mask_disagreement: with :attr:`PackedBatch.cuts`, 1 where they leave the next token out, by this model, and 0
+            elsewhere; ``log_probs`` and ``entropy`` are of the distribution over the tokens that are kept, and the next one.
+            With their ``mask`` they are over its tokens, and this is the share of the tokens, of its and those that this
+            model would keep, that are not both.
     """
 
     log_probs: Tensor | None = None
@@ -31,7 +33,7 @@ class ModelOutput(NamedTuple):
     values: Tensor | None = None
     top_ids: Tensor | None = None
     top_log_probs: Tensor | None = None
-    was_cut: Tensor | None = None
+    mask_disagreement: Tensor | None = None
 
 
 TOKENS_COMPUTED = "tokens_computed"

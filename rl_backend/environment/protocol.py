@@ -23,6 +23,9 @@ type Message = Mapping[str, Any]
 type Routes = NDArray[np.integer[Any]]
 """(rows, MoE layers, top_k): the experts of consecutive tokens, as ``Routes.experts`` of a sample has them."""
 
+type SamplingMask = NDArray[np.int32]
+"""(tokens, K): the ids of the words that each token was sampled from, in ascending order, and -1 behind."""
+
 type Finish = Literal["stop", "length", "abort"]
 """Why a turn ended: a stop token, which is its last id; its limit of tokens; or the engine gave it up."""
 
@@ -72,6 +75,7 @@ class Generation:
         versions: of the weights, for each token.
         routes: of prompt and generation together but for the last token, which no forward pass has seen; None without.
         cached_tokens: of the prompt, which were not computed again.
+        sampling_mask: of the generated tokens; None without.
     """
 
     token_ids: Sequence[int]
@@ -80,6 +84,7 @@ class Generation:
     versions: Sequence[int]
     routes: Routes | None = None
     cached_tokens: int = 0
+    sampling_mask: SamplingMask | None = None
 
 
 @dataclass(frozen=True)
@@ -131,7 +136,7 @@ class Turn:
 class Segment:
     """A sequence to train on: all turns of an episode whose prompts begin with what came before. It ends with a turn.
 
-    All but ``routes`` have L values, one for each token.
+    All but ``routes`` have L values, or rows, one for each token.
 
     Attributes:
         token_ids: prompt, turns and what came between them, never decoded and encoded again.
@@ -141,6 +146,7 @@ class Segment:
         rewards: of a turn, at its last sampled token, 0 elsewhere.
         routes: of the first tokens, at most L - 1 rows, each from the forward pass that predicted the next token; None
             without.
+        sampling_mask: of all tokens, -1 alone where no engine sampled one; None without.
     """
 
     token_ids: Sequence[int]
@@ -149,6 +155,7 @@ class Segment:
     versions: Sequence[int]
     rewards: Sequence[float]
     routes: Routes | None = None
+    sampling_mask: SamplingMask | None = None
 
 
 @dataclass(frozen=True)

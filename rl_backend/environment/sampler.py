@@ -9,7 +9,18 @@ import numpy as np
 import xxhash
 
 from rl_backend.contracts import BatchError, EpisodeEndError, RolloutError
-from rl_backend.environment.protocol import Generation, Limits, Message, Routes, Segment, Stop, TokenSource, ToolCall, Turn
+from rl_backend.environment.protocol import (
+    Generation,
+    Limits,
+    Message,
+    Routes,
+    SamplingMask,
+    Segment,
+    Stop,
+    TokenSource,
+    ToolCall,
+    Turn,
+)
 
 
 @dataclass
@@ -22,6 +33,7 @@ class _Open:
     versions: list[int] = field(default_factory=list)
     rewards: list[float] = field(default_factory=list)
     routes: list[Routes] = field(default_factory=list)
+    masks: list[tuple[int, SamplingMask]] = field(default_factory=list)
 
     def add_prompt(self, token_ids: Sequence[int]) -> None:
         self.token_ids += token_ids
@@ -31,6 +43,8 @@ class _Open:
         self.rewards += [0.0] * len(token_ids)
 
     def add_sampled(self, generation: Generation) -> None:
+        if generation.sampling_mask is not None:
+            self.masks.append((len(self.token_ids), generation.sampling_mask))
         self.token_ids += generation.token_ids
         self.sampled += [True] * len(generation.token_ids)
         self.log_probs += generation.log_probs
@@ -52,7 +66,17 @@ class _Open:
             tuple(self.versions),
             tuple(self.rewards),
             routes,
+            self._mask(),
         )
+
+    def _mask(self) -> SamplingMask | None:
+        if not self.masks:
+            return None
+        width = max(rows.shape[1] for _, rows in self.masks)
+        mask = np.full((len(self.token_ids), width), -1, dtype=np.int32)
+        for start, rows in self.masks:
+            mask[start : start + len(rows), : rows.shape[1]] = rows
+        return mask
 
 
 @dataclass(frozen=True)
@@ -120,6 +144,7 @@ def _check(prompt_ids: Sequence[int], generation: Generation) -> None:
     # No forward pass has seen the last token.
     rows = len(prompt_ids) + tokens - 1
     expected = {"log_probs": tokens, "versions": tokens} | ({} if generation.routes is None else {"routes": rows})
+    expected |= {} if generation.sampling_mask is None else {"sampling_mask": tokens}
     found = {name: len(getattr(generation, name)) for name in expected}
     if not prompt_ids or not tokens or found != expected:
         raise BatchError(

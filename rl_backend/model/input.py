@@ -48,7 +48,7 @@ class ModelInput(NamedTuple):
             ``target_ids``.
         temperature: number or (T,) float32.
         num_top: how many of the likeliest tokens are wanted after each of the T tokens.
-        cuts: what the distributions are cut to.
+        cuts: what the distributions are cut to; its mask is (T, K), or (W, K).
         router_loss_weight: factor of a router's losses: 1 / number of micro-batches, which gives a step their mean.
         padding: bool, which of the rows between this rank's blocks stand for no token; None where all do. Their label is
             -100.
@@ -98,24 +98,32 @@ class Predictions(NamedTuple):
     """What a head is asked for.
 
     Attributes:
-        labels, temperature, of_rows: as of :class:`ModelInput`.
+        labels, temperature, cuts, of_rows: as of :class:`ModelInput`.
         of_tokens: (T,) int64, which of the W predictions is each token's; None where each row predicts for itself.
     """
 
     labels: torch.Tensor
     temperature: torch.Tensor | float
+    cuts: SamplingCuts | None = None
     of_rows: torch.Tensor | None = None
     of_tokens: torch.Tensor | None = None
 
 
-def each_prediction_once(rows: torch.Tensor, labels: torch.Tensor, temperature: torch.Tensor | float) -> Predictions:
+def each_prediction_once(
+    rows: torch.Tensor, labels: torch.Tensor, temperature: torch.Tensor | float, cuts: SamplingCuts | None = None
+) -> Predictions:
     """The predictions of T tokens, once where row, labels and temperature are equal; by ascending rows.
+
+    With a mask of the engine only those without a label are once: each sample has been sampled from words of its own.
 
     Args:
         rows: (T,) int64, of each token.
         labels, temperature: (T,) or (T, K) int64, and a number or (T,) float32.
+        cuts: of the tokens.
     """
-    columns = [rows[:, None], labels.reshape(len(rows), -1)]
+    columns, mask = [rows[:, None], labels.reshape(len(rows), -1)], None if cuts is None else cuts.mask
+    if mask is not None:
+        columns.append(torch.arange(len(rows), device=rows.device).where(labels != IGNORE_LABEL, 0)[:, None])
     if isinstance(temperature, torch.Tensor):
         # By their bits, as whole numbers like the others.
         columns.append(temperature.view(torch.int32)[:, None].to(torch.int64))
@@ -123,7 +131,9 @@ def each_prediction_once(rows: torch.Tensor, labels: torch.Tensor, temperature: 
     of_rows, *wanted = found.t().contiguous()
     if isinstance(temperature, torch.Tensor):
         temperature = wanted.pop().to(torch.int32).view(torch.float32)
-    return Predictions(torch.stack(wanted, dim=1).view(-1, *labels.shape[1:]), temperature, of_rows, of_tokens)
+    if cuts is not None and mask is not None:
+        cuts = cuts._replace(mask=mask[wanted.pop()])
+    return Predictions(torch.stack(wanted, dim=1).view(-1, *labels.shape[1:]), temperature, cuts, of_rows, of_tokens)
 
 
 class ModelStage(NamedTuple):

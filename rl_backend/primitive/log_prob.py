@@ -29,7 +29,7 @@ class LowRank(NamedTuple):
 
 
 class Cut(NamedTuple):
-    """The words that a distribution is cut to: those less than ``limit`` below the largest logit, and the label."""
+    """The words that a distribution is cut to: those less than ``limit`` below the largest logit."""
 
     largest: Tensor  # (N, 1), of the whole vocabulary
     limit: Tensor  # (N, 1)
@@ -37,11 +37,25 @@ class Cut(NamedTuple):
     def at(self, rows: slice | Tensor) -> "Cut":
         return Cut(self.largest[rows], self.limit[rows])
 
-    def apply(self, logits: Tensor, column: Tensor, inside: Tensor) -> None:
-        """Takes the other words out of a tile, in place; ``column`` and ``inside`` are those of :class:`Tile`, (N, 1)."""
-        is_cut = self.largest - logits >= self.limit
-        is_cut.scatter_(1, column, is_cut.gather(1, column) & ~inside)
-        logits.masked_fill_(is_cut, _CUT)
+    def leaves_out(self, logits: Tensor, first: int) -> Tensor:
+        """Which words of a tile are not among them, bool; word ``first`` of the vocabulary is the tile's first."""
+        return self.largest - logits >= self.limit
+
+
+class Listed(NamedTuple):
+    """The words that a distribution is cut to, one by one."""
+
+    ids: Tensor  # (N, K) integers, in the whole vocabulary; -1 is none
+
+    def at(self, rows: slice | Tensor) -> "Listed":
+        return Listed(self.ids[rows])
+
+    def leaves_out(self, logits: Tensor, first: int) -> Tensor:
+        """As of :class:`Cut`."""
+        column, words = self.ids.long() - first, logits.shape[1]
+        # What lies in other tiles goes to a column more.
+        column = column.where((column >= 0) & (column < words), words)
+        return logits.new_ones(len(logits), words + 1, dtype=torch.bool).scatter_(1, column, False)[:, :words]
 
 
 _CUT = -1e30
@@ -58,7 +72,7 @@ class Tokens(NamedTuple):
     added: LowRank | None = None
     several: bool = False
     bias: Tensor | None = None  # (vocabulary,)
-    cut: Cut | None = None
+    cut: Cut | Listed | None = None
 
     @classmethod
     def select(
@@ -107,18 +121,21 @@ class Tile(NamedTuple):
     temperature: Tensor | None  # (tokens, 1)
     added: LowRank | None
     bias: Tensor | None  # (words,)
-    cut: Cut | None
+    cut: Cut | Listed | None
+    first: int  # which word of the vocabulary the first of these is
 
     @classmethod
     def of(cls, tokens: Tokens, chunk: slice, weight: Tensor, words: slice) -> Self:
-        column = tokens.labels[chunk] - (tokens.start + words.start)
+        first = tokens.start + words.start
+        column = tokens.labels[chunk] - first
         inside = (column >= 0) & (column < words.stop - words.start)
         temperature = tokens.temperature[chunk] if tokens.temperature is not None else None
         added = tokens.added
         added = added and LowRank(added.narrow[chunk], added.wide[words], added.grad_wide[words])
         bias = None if tokens.bias is None else tokens.bias[words]
         cut = None if tokens.cut is None else tokens.cut.at(chunk)
-        return cls(tokens.hidden[chunk], weight[words], column.where(inside, 0), inside, temperature, added, bias, cut)
+        column = column.where(inside, 0)
+        return cls(tokens.hidden[chunk], weight[words], column, inside, temperature, added, bias, cut, first)
 
     def logits(self, buffer: Tensor) -> Tensor:
         out = buffer[: self.hidden.shape[0] * self.weight.shape[0]].view(self.hidden.shape[0], self.weight.shape[0])
@@ -129,7 +146,10 @@ class Tile(NamedTuple):
             out.add_(self.bias)
         out = out if self.temperature is None else out.div_(self.temperature)
         if self.cut is not None:
-            self.cut.apply(out, self.column, self.inside)
+            is_cut = self.cut.leaves_out(out, self.first)
+            # All but the label.
+            is_cut.scatter_(1, self.column, is_cut.gather(1, self.column) & ~self.inside)
+            out.masked_fill_(is_cut, _CUT)
         return out
 
 
@@ -168,6 +188,14 @@ def logits_chunk_bytes(num_tokens: int, vocab_size: int, chunk_tokens: int, *, c
     """
     elements = _tile_elements(min(chunk_tokens, num_tokens), vocab_size, "cuda")
     return elements * torch.float32.itemsize * (2 if calculate_entropy else 1)
+
+
+def kept_logits_bytes(num_tokens: int, num_labels: int, vocab_size: int) -> int:
+    """Bytes of logits that stay for the backward pass of :func:`next_token_log_probs`, for parameters of at most 32 bits;
+    ``num_labels`` of its tokens have a label.
+    """
+    of_token = vocab_size * torch.float32.itemsize
+    return num_labels * of_token if num_tokens <= KEPT_BYTES // max(of_token, 1) else 0
 
 
 def _tile_elements(rows: int, vocab_size: int, device_type: str) -> int:
@@ -292,12 +320,12 @@ class NextToken(NamedTuple):
     log_probs: Tensor  # as the labels, float32 (float64 for float64 inputs); 0 where the label is -100
     entropy: Tensor | None  # (T,) of the same dtype, in nats, or None when it was not asked for; 0 without a label
     top: TopTokens | None = None
-    was_cut: Tensor | None = None  # (T,), 1 where the cuts leave the label out; None without cuts
+    mask_disagreement: Tensor | None = None  # (T,), as of ModelOutput; None without cuts
 
     def as_output(self, values: Tensor | None = None) -> ModelOutput:
         """With ``values``, of a head of theirs."""
         ids, log_probs = (None, None) if self.top is None else self.top
-        return ModelOutput(self.log_probs, self.entropy, values, ids, log_probs, self.was_cut)
+        return ModelOutput(self.log_probs, self.entropy, values, ids, log_probs, self.mask_disagreement)
 
 
 class VocabularyShard(NamedTuple):
@@ -348,7 +376,8 @@ def next_token_log_probs(
         top: how many of the likeliest tokens are wanted of every row, with a label or not, from a pass of their own; over
             all words.
         cuts: log-probs and entropy are of the distribution over the words that are kept, the label always among them. Up to
-            six passes of the head say which these are. For one label of each token.
+            six passes of the head say which these are. With ``mask``, (T, K), they are over its words, and one more pass
+            compares them. For one label of each token.
         of_rows: (T,) int64, the row of ``hidden`` that each label is of, perhaps one of several; None for its own.
 
     Returns:
@@ -363,7 +392,7 @@ def next_token_log_probs(
         _check_on_host(labels, weight.shape[0] if shard is None else shard.vocab_size, temperature)
     if of_rows is not None:
         hidden = take_rows(hidden, of_rows)
-    found, tops, left_out = [], list[TopTokens](), list[Tensor]()
+    found, tops, disagreements = [], list[TopTokens](), list[Tensor]()
     columns = labels if labels.dim() == 2 else labels[:, None]
     # A rank may have no part of a small vocabulary.
     room = KEPT_BYTES // max(weight.shape[0] * wide(hidden.dtype).itemsize, 1)
@@ -378,7 +407,7 @@ def next_token_log_probs(
         select = functools.partial(
             Tokens.select, mine, columns[rows, :1], divisor, start=start, added=added, several=several
         )
-        cut: Cut | None = None
+        cut: Cut | Listed | None = None
         if top:
             tokens, _ = select(torch.ones_like(asked))
             likeliest = _top_tokens(tokens._replace(bias=bias), weight, chunk_tokens, top, shard)
@@ -386,17 +415,22 @@ def next_token_log_probs(
             tops.append(TopTokens(*(values[: len(asked)] for values in likeliest)))
         if cuts is not None:
             tokens, positions = select(asked)
-            cut, is_cut = cut_of(tokens._replace(bias=bias), weight, chunk_tokens, cuts, shard)
-            nothing = is_cut.new_zeros(len(asked), 1)
-            cut = Cut(*(nothing.index_copy(0, positions, values) for values in cut))
-            left_out.append(nothing[:, 0].index_copy(0, positions, is_cut))
+            tokens = tokens._replace(bias=bias)
+            own, differs = cut_of(tokens, weight, chunk_tokens, cuts, shard)
+            nothing = differs.new_zeros(len(asked), 1)
+            if cuts.mask is None:
+                cut = Cut(*(nothing.index_copy(0, positions, values) for values in own))
+            else:
+                cut = Listed(cuts.mask[rows])
+                differs = _disagreement(tokens, weight, chunk_tokens, (own, cut.at(positions)), shard)
+            disagreements.append(nothing[:, 0].index_copy(0, positions, differs))
         # By an adapter's own tokens: what is kept must not depend on how many others there are.
         work = _Work(chunk_tokens, calculate_entropy, several, len(mine) <= kept_tokens, cut)
         found.append(_NextTokenLogProbs.apply(mine, weight, columns[rows], divisor, work, shard, narrow, factors, bias))
     log_probs, entropy = found[0] if len(found) == 1 else (torch.cat(values) for values in zip(*found, strict=True))
     joined = TopTokens(*map(torch.cat, zip(*tops, strict=True))) if tops else None
-    was_cut = torch.cat(left_out) if left_out else None
-    return NextToken(log_probs.view_as(labels), entropy if calculate_entropy else None, joined, was_cut)
+    disagreement = torch.cat(disagreements) if disagreements else None
+    return NextToken(log_probs.view_as(labels), entropy if calculate_entropy else None, joined, disagreement)
 
 
 _COARSE, _STEPS = 2**7, 2**12
@@ -490,6 +524,25 @@ def _cut_at(
 
 
 @torch.no_grad()
+def _disagreement(
+    tokens: Tokens, weight: Tensor, chunk_tokens: int, cuts: tuple[Cut, Listed], shard: VocabularyShard | None
+) -> Tensor:
+    """(N,): the share of the words that one or both keep which both do not."""
+    buffer = buffers_for(tokens, weight, chunk_tokens, count=1)[0]
+    counts = cuts[0].largest.new_zeros(len(tokens.hidden), 2)
+    for chunk in tokens.chunks(chunk_tokens):
+        both = [cut.at(chunk) for cut in cuts]
+        for words in vocabulary_slices(tokens, weight, chunk_tokens):
+            tile = Tile.of(tokens, chunk, weight, words)
+            logits = tile.logits(buffer)
+            kept = ~torch.stack([cut.leaves_out(logits, tile.first) for cut in both])
+            counts[chunk] += torch.stack([kept.all(0).sum(1), kept.any(0).sum(1)], dim=1)
+    if shard is not None:
+        shard.sum_over_ranks(counts)
+    return 1 - counts[:, 0] / counts[:, 1]
+
+
+@torch.no_grad()
 def _top_tokens(tokens: Tokens, weight: Tensor, chunk_tokens: int, count: int, shard: VocabularyShard | None) -> TopTokens:
     """The ``count`` likeliest of the whole vocabulary for each of ``tokens``."""
     buffer = buffers_for(tokens, weight, chunk_tokens, count=1)[0]
@@ -543,7 +596,7 @@ class _Work(NamedTuple):
     calculate_entropy: bool
     several: bool  # tokens of several adapters, whose bits no other decides
     keep: bool  # the logits for the backward pass
-    cut: Cut | None = None
+    cut: Cut | Listed | None = None
 
 
 class _NextTokenLogProbs(torch.autograd.Function):

@@ -1,5 +1,6 @@
 """Models of a runtime, and where each of their parts is."""
 
+import ctypes
 from abc import ABC, abstractmethod
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
@@ -27,7 +28,7 @@ class Offload:
 
     A part is moved by emptying and refilling the storages of its tensors: every view and alias (FSDP's shards, Megatron's
     buffers, the optimizer's references) stays valid, nothing is rebuilt, and results are bit-identical. On a CPU it works
-    the same way and saves no memory.
+    the same way; the copies take as much as is freed.
     """
 
     handle_name: str
@@ -69,9 +70,11 @@ class Offload:
         for storage, _ in moved:
             storage.resize_(0)
         self._moved[part] = moved
+        # Other processes on the device, engines above all, need the memory, which allocators keep.
         if self.device.type == "cuda":
-            # Other processes on the device, engines above all, need the memory.
             torch.cuda.empty_cache()
+        elif (libc := ctypes.CDLL(None)) and hasattr(libc, "malloc_trim"):  # glibc's; others give it back themselves
+            libc.malloc_trim(0)
 
     def reload(self, part: Part) -> None:
         """Moves a part back to the training device; nothing to do when it is there. After an error the whole part is in host

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from rl_backend.contracts import (
+    SAMPLING_MASK,
     TARGET_IDS,
     TOKENS_COMPUTED,
     BatchError,
@@ -23,6 +24,7 @@ from rl_backend.contracts import (
     PackedBatch,
     UnsupportedError,
     check_keys,
+    check_mask,
     check_routes,
     merge_metrics,
 )
@@ -34,7 +36,7 @@ from rl_backend.primitive.prefix_tree import PrefixTree
 from rl_backend.runtime.handle import GuardedHandle
 from rl_backend.runtime.interface import REPLAY_MODES, RouterReplay
 
-TOP, CUT = ("top_ids", "top_log_probs"), "was_cut"
+TOP, CUT = ("top_ids", "top_log_probs"), "mask_disagreement"
 """Outputs that the meta of a batch asks for."""
 
 
@@ -274,6 +276,8 @@ def problem_on_rank(handle: GuardedHandle, request: PassRequest) -> BatchError |
         try:
             if KEYS in batch.token_fields:
                 check_keys(batch, handle.indexed_layers)
+            if SAMPLING_MASK in batch.token_fields:
+                check_mask(batch, vocab_size)
             if request.router_replay == "replay" and handle.routed_layers is not None:
                 check_routes(batch, handle.routed_layers)
         except BatchError as error:
@@ -301,9 +305,8 @@ def checksum(data: Sequence[PackedBatch]) -> int:
     """Of what the ranks of a replica must have in common."""
     found = 0
     for batch in data:
-        recorded = [
-            batch.token_fields[name] for name in (ROUTES, ROUTES_MASK, KEYS, TARGET_IDS) if name in batch.token_fields
-        ]
+        names = (ROUTES, ROUTES_MASK, KEYS, TARGET_IDS, SAMPLING_MASK)
+        recorded = [batch.token_fields[name] for name in names if name in batch.token_fields]
         for tensor in (batch.seq_lens, batch.input_ids, *recorded):
             # Bytes, because numpy lacks types that these may have before they are refused.
             found = zlib.crc32(tensor.cpu().contiguous().view(torch.uint8).numpy(), found)

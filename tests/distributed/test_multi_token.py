@@ -19,12 +19,20 @@ EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 
 LAYOUTS: Mapping[int, list[dict[str, int]]] = {2: [{"tp": 2}, {"cp": 2}, {"ep": 2}], 4: [{"tp": 2, "cp": 2, "ep": 2}]}
 
 
-def job(model: str, layout: Mapping[str, int], mtp: str, schedule: str = "auto", family: str = "drafting_moe") -> Run:
+def job(
+    model: str,
+    layout: Mapping[str, int],
+    mtp: str,
+    schedule: str = "auto",
+    family: str = "drafting_moe",
+    recompute: str = "none",
+) -> Run:
     """On ranks that know the family by the import of this module."""
     options = {
         "model": family,
         "model_cfg": {"mtp": mtp, "mtp_loss_weight": 0.3},
         "pipeline_schedule": schedule,
+        "activation_checkpointing": recompute,
     }
     # Of gradients that are rounding Adam makes no whole steps then.
     return train_job(model, layout, options, {"eps": 1e-4})
@@ -47,6 +55,12 @@ def test_layouts_train_as_one_rank(
     ranks: RankPool, model: Path, on_one_rank: Run, world: int, layout: dict[str, int]
 ) -> None:
     assert_same(whole(ranks.run(job, str(model), layout, "joint", world_size=world)), on_one_rank)
+
+
+def test_computed_again_it_is_that_of_its_own_replica(ranks: RankPool, model: Path, on_one_rank: Run) -> None:
+    """Two replicas of two tensor-parallel ranks: what a rank computes again is of its replica's tokens."""
+    run = whole(ranks.run(job, str(model), {"tp": 2}, "joint", "auto", "drafting_moe", "full", world_size=4))
+    assert_same(run, on_one_rank)
 
 
 @pytest.mark.long

@@ -119,23 +119,32 @@ LORA = Workload(
 )
 
 
-def tenants_job(model: str, settings: Mapping[str, Any]) -> dict[str, int]:
+def tenants_job(model: str, settings: Mapping[str, Any], open_backend: Any = open_runtime) -> dict[str, int]:
     """As :func:`native_job`, of a frozen model with LoRA tenants; the first has all of the data."""
-    with open_runtime(model, **settings) as runtime:
+    with open_backend(model, **settings) as runtime:
         base = runtime.build_model(trainable=False)
         tenants = [runtime.create_lora_adapter(base, LORA.lora) for _ in range(LORA.tenants)]
         rows = tenants[0].rows
-        saved = SavedBytes(
-            lambda: (rows.weights, rows.gradients, *(local_tensor(value) for value in base.model.parameters()))
-        )
+
+        def frozen() -> list[Tensor]:
+            return [local_tensor(value) for root in base.roots() for value in root.parameters()]
+
+        saved = SavedBytes(lambda: (rows.weights, rows.gradients, *frozen()))
+        before_backward = 0
+
+        def loss(*arguments: Any) -> Any:
+            nonlocal before_backward
+            before_backward = max(before_backward, saved.live)
+            return token_loss(*arguments)
+
         with saved:
-            runtime.forward_backward(tenants[0], micro_batches(base.data_parallel_size), token_loss)
+            runtime.forward_backward(tenants[0], micro_batches(base.data_parallel_size), loss)
         return {
-            "weights": held(local_tensor(value) for value in base.model.parameters()),
+            "weights": held(frozen()),
             "gradients": 0,
             "optimizer": 0,
             "adapters": sum(info.bytes for info in runtime.list_lora_adapters(base)),
-            "activations": saved.peak,
+            "activations": before_backward if settings.get("recompute_granularity") else saved.peak,
         }
 
 
@@ -189,6 +198,20 @@ def test_what_tenants_take_is_what_was_planned(ranks: RankPool, models: Mapping[
     world, model, settings = NATIVE[case]
     measured = ranks.run(tenants_job, str(models[model]), settings, world_size=world)
     assert_near(make_config(models[model], **settings), measured, LORA)
+
+
+@pytest.mark.shows("plan: LoRA tenants of the bridge take what was planned, on each rank")
+@pytest.mark.parametrize(
+    "case",
+    sampled(
+        ["tp2", "tp2 without norms of queries, in bfloat16", "pp2 vpp2", "recomputed cores", "recomputed layers"],
+        "tp2 without norms of queries, in bfloat16",
+    ),
+)
+def test_what_tenants_of_the_bridge_take_is_what_was_planned(ranks: RankPool, models: Mapping[str, Path], case: str) -> None:
+    world, model, settings = BRIDGE[case]
+    measured = ranks.run(tenants_job, str(models[model]), settings, open_bridge, world_size=world)
+    assert_near(bridge_config(models[model], **settings), measured, LORA)
 
 
 @pytest.mark.shows(

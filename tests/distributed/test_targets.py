@@ -7,10 +7,19 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from rl_backend.algorithm import tinker_losses
-from rl_backend.contracts import TARGET_IDS, MetricValue, ModelOutput, PackedBatch, SamplingCuts, TokenSequence
+from rl_backend.contracts import (
+    SAMPLING_MASK,
+    TARGET_IDS,
+    MetricValue,
+    ModelOutput,
+    PackedBatch,
+    SamplingCuts,
+    TokenSequence,
+)
 from rl_backend.contracts.lora import LORA_FIELD, LoRAConfig
 from rl_backend.data import pack_plan, plan_tenants
 from tests.support.families import load_transformers
@@ -20,7 +29,7 @@ from tests.support.native import VOCAB_SIZE
 from tests.support.rank_pool import RankPool
 from tests.support.tenant_layouts import BRIDGE, NATIVE, cases
 from tests.support.tenants import copied
-from tests.support.token_cuts import of_kept
+from tests.support.token_cuts import mask_beside, of_kept
 
 LENGTHS = (9, 4, 17, 6, 12)
 TEMPERATURES = (1.0, 0.7, 1.3, 0.5, 1.0)
@@ -182,28 +191,37 @@ def test_a_pass_without_targets_has_the_bits_of_one_with_the_next_tokens(
 CUTS = SamplingCuts(top_p=0.8, top_k=30, min_p=0.001)
 
 
-def cuts_job(model: str, backend: str, layout: str) -> dict[int, Outputs]:
-    """By sequence: log-probs, entropy and what was cut."""
+def cuts_job(model: str, backend: str, layout: str, masks: list[Tensor]) -> dict[int, tuple[Outputs, Outputs]]:
+    """By sequence: log-probs, entropy and what was cut, and those with the masks of an engine."""
     from tests.support.bridge_runs import open_bridge
     from tests.support.native import open_runtime
 
     settings = (BRIDGE if backend == "bridge" else NATIVE)[layout][1]
     with (open_bridge if backend == "bridge" else open_runtime)(model, **settings) as runtime:
         base = runtime.build_model(trainable=False)
-        rows = [
-            TokenSequence(row.input_ids, {}, {"temperature": row.sequence_fields["temperature"]}) for row in sequences(0)
-        ]
-        rank, size = base.data_parallel_rank, base.data_parallel_size
-        plan = plan_tenants(LENGTHS, [0] * len(rows), size, 20, multiple_of=base.micro_batch_multiple, fill=True)
-        data = pack_plan(rows, plan, {**CUTS._asdict(), "calculate_entropy": True})[rank]
-        outputs = runtime.forward_backward(base, data, None, forward_only=True).outputs
-    found = zip(*(outputs[name] for name in ("log_probs", "entropy", "was_cut")), strict=True) if outputs else ()
-    return {index: each for index, each in zip(plan.rank_indices(rank), found, strict=bool(outputs)) if index < len(rows)}
+        rank, size, passes = base.data_parallel_rank, base.data_parallel_size, list[list[Outputs]]()
+        plan = plan_tenants(LENGTHS, [0] * len(LENGTHS), size, 20, multiple_of=base.micro_batch_multiple, fill=True)
+        for masked in (False, True):
+            rows = [
+                TokenSequence(
+                    row.input_ids,
+                    {SAMPLING_MASK: mask} if masked else {},
+                    {"temperature": row.sequence_fields["temperature"]},
+                )
+                for row, mask in zip(sequences(0), masks, strict=True)
+            ]
+            data = pack_plan(rows, plan, {**CUTS._asdict(), "calculate_entropy": True})[rank]
+            outputs = runtime.forward_backward(base, data, None, forward_only=True).outputs
+            names = ("log_probs", "entropy", "mask_disagreement")
+            passes.append(list(zip(*(outputs[name] for name in names), strict=True)) if outputs else [])
+    found = zip(plan.rank_indices(rank), zip(*passes, strict=True), strict=bool(passes[0]))
+    return {index: each for index, each in found if index < len(LENGTHS)}
 
 
 @pytest.mark.shows(
     "model: log-probs of the tokens that top-p, top-k and min-p keep are those of plain torch in every layout"
 )
+@pytest.mark.shows("model: log-probs over the tokens that an engine says it sampled from are, too")
 @pytest.mark.parametrize(
     ("backend", "layout"),
     sampled(
@@ -212,20 +230,24 @@ def cuts_job(model: str, backend: str, layout: str) -> dict[int, Outputs]:
     ),
 )
 def test_log_probs_are_over_the_tokens_that_are_kept(ranks: RankPool, model: str, backend: str, layout: str) -> None:
-    reference = load_transformers(Path(model)).double()
+    reference, expected, masks = load_transformers(Path(model)).double(), [], list[Tensor]()
+    for row, temperature in zip(sequences(0), TEMPERATURES, strict=True):
+        with torch.no_grad():
+            logits = reference(row.input_ids[None]).logits[0] / temperature
+        labels = torch.cat([row.input_ids[1:], torch.tensor([-100])])
+        masks.append(mask_beside(logits, labels, CUTS))
+        expected.append([of_kept(logits, labels, cuts) for cuts in (CUTS, CUTS._replace(mask=masks[-1]))])
+    width = max(mask.shape[1] for mask in masks)
+    masks = [F.pad(mask, (0, width - mask.shape[1]), value=-1) for mask in masks]
     world_size = (BRIDGE if backend == "bridge" else NATIVE)[layout][0]
     outputs = {
         index: each
-        for found in ranks.run(cuts_job, model, backend, layout, world_size=world_size)
+        for found in ranks.run(cuts_job, model, backend, layout, masks, world_size=world_size)
         for index, each in found.items()
     }
     assert sorted(outputs) == list(range(len(LENGTHS)))
-    shares = []
-    for index, row in enumerate(sequences(0)):
-        with torch.no_grad():
-            logits = reference(row.input_ids[None]).logits[0] / TEMPERATURES[index]
-        labels = torch.cat([row.input_ids[1:], torch.tensor([-100])])
-        for mine, expected in zip(outputs[index], of_kept(logits, labels, CUTS), strict=True):
-            torch.testing.assert_close(mine.double(), expected, rtol=1e-5, atol=1e-5)
-        shares.append(outputs[index][2][:-1].mean())
-    assert 0 < torch.stack(shares).mean() < 1
+    for index, passes in outputs.items():
+        for found, right in zip(passes, expected[index], strict=True):
+            torch.testing.assert_close([each.double() for each in found], list(right), rtol=1e-5, atol=1e-5)
+    for number in (0, 1):
+        assert 0 < torch.cat([outputs[index][number][2][:-1] for index in outputs]).mean() < 1

@@ -12,7 +12,7 @@ SCRIPT = """
 import ray
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from actors.cluster.placement import reserve, reserve_bundles
+from actors.cluster.placement import reserve, reserve_bundles, share_cluster
 
 ray.init(num_cpus=8, num_gpus=4, include_dashboard=False, log_to_driver=False, object_store_memory=80 * 2**20)
 
@@ -20,7 +20,7 @@ ray.init(num_cpus=8, num_gpus=4, include_dashboard=False, log_to_driver=False, o
 @ray.remote
 class Member:
     def gpu(self) -> list:
-        return ray.get_gpu_ids()
+        return [str(number) for number in ray.get_gpu_ids()]
 
 
 def gpus(strategies, share):
@@ -28,11 +28,13 @@ def gpus(strategies, share):
     return members, ray.get([member.gpu.remote() for member in members])
 
 
-placed = reserve(num_ranks=4, cores_per_rank=1, gpus_per_rank=0.6, strategy="pack", name="policy", timeout=30.0)
-ranks, of_ranks = gpus([placed.scheduling_strategy(rank) for rank in range(4)], 0.6)
-group = reserve_bundles("engines", "engine", {"CPU": 1, "GPU": 0.4}, 4, "pack", 30.0)
-engines, of_engines = gpus([PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=n) for n in range(4)], 0.4)
-assert sorted(of_ranks) == sorted(of_engines) == [[0], [1], [2], [3]], (of_ranks, of_engines)
+share = share_cluster(4, 4, colocate=True)
+one, rest = share.gpus, share.gpus_per_engine
+placed = reserve(num_ranks=4, cores_per_rank=1, gpus_per_rank=one, strategy="pack", name="policy", timeout=30.0)
+ranks, of_ranks = gpus([placed.scheduling_strategy(rank) for rank in range(4)], one)
+group = reserve_bundles("engines", "engine", {"CPU": 1, "GPU": rest}, 4, "pack", 30.0)
+engines, of_engines = gpus([PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=n) for n in range(4)], rest)
+assert sorted(of_ranks) == sorted(of_engines) == [["0"], ["1"], ["2"], ["3"]], (of_ranks, of_engines)
 ray.shutdown()
 """
 

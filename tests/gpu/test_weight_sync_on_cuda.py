@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from rl_backend.algorithm import sft_loss
+from rl_backend.algorithm.sequences import to_sequences
 from rl_backend.contracts import OptimizerConfig, TokenSequence
 from rl_backend.data.micro_batches import pack
 from tests.gpu.conftest import MakeRuntime
@@ -98,3 +99,29 @@ def test_after_a_push_the_engine_samples_with_the_trainers_weights(
     assert fresh < 0.1
     assert pushed < 0.1
     assert pushed < 0.2 * stale
+
+
+def test_log_probs_over_the_masks_of_an_engine_are_those_that_it_sampled_with(
+    ray_on_gpus: None, untied_model: Path, make_runtime: MakeRuntime
+) -> None:
+    from actors import RolloutConfig, RolloutGroup, SamplingConfig
+
+    config = RolloutConfig(
+        model_path=str(untied_model),
+        device="cuda",
+        dtype="bfloat16",
+        gpu_memory_utilization=0.2,
+        max_model_len=512,
+        engine_args={"return_sampling_mask": True},
+    )
+    sampling = SamplingConfig(max_new_tokens=8, temperature=TEMPERATURE, top_p=0.9, top_k=20)
+    with RolloutGroup(config) as group:
+        samples = group.generate(PROMPTS, sampling)
+    assert all(sample.sampling_mask is not None for sample in samples)
+    runtime = make_runtime(untied_model, param_dtype="bfloat16")
+    batch = pack(to_sequences(samples), {"temperature": TEMPERATURE, "top_p": 0.9, "top_k": 20})
+    outputs = runtime.forward_backward(runtime.build_model(), [batch], None, forward_only=True).outputs
+    mask = batch.token_field("loss_mask") != 0
+    gaps = torch.cat(list(outputs["log_probs"])).cpu() - batch.token_field("rollout_log_probs")
+    assert gaps[mask].abs().mean() < 0.1
+    assert torch.cat(list(outputs["mask_disagreement"])).cpu()[mask].mean() < 0.1

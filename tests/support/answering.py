@@ -59,6 +59,8 @@ def completion_of(job: Request, layers: int = 3) -> Any:
         ),
         finish_reason="stop" if seed % 2 else "length",
         routed_experts=rows[:, :, None],
+        # Another word below each token.
+        sampling_mask=SimpleNamespace(token_ids=[[token, 0] for token in tokens]),
     )
 
 

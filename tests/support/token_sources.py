@@ -78,6 +78,9 @@ class WrittenSource:
         return generation(sampled, finish="stop" if sampled[-1] in stop_token_ids else "length")
 
 
-def generation(token_ids: Sequence[int], *, finish: Any = "stop", version: int = 0, routes: Any = None) -> Generation:
+def generation(
+    token_ids: Sequence[int], *, finish: Any = "stop", version: int = 0, routes: Any = None, mask: Any = None
+) -> Generation:
     """With log-probs that tell tokens apart."""
-    return Generation(list(token_ids), [-(each + 1) / 100 for each in token_ids], finish, [version] * len(token_ids), routes)
+    log_probs, versions = [-(each + 1) / 100 for each in token_ids], [version] * len(token_ids)
+    return Generation(list(token_ids), log_probs, finish, versions, routes, sampling_mask=mask)

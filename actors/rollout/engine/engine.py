@@ -21,7 +21,7 @@ from actors.rollout.engine.adapters import AdapterStore
 from actors.rollout.engine.in_process import VllmInProcess
 from actors.rollout.engine.step_loop import Completion, Stepper, Stretch
 from actors.rollout.engine.weights import WeightReceiver
-from actors.rollout.messages import EngineInfo, Request, Response, WakePart, prompt_problem, routes_of
+from actors.rollout.messages import EngineInfo, Request, Response, WakePart, mask_of, prompt_problem, routes_of
 from actors.rollout.placement import NodePlace
 from actors.wire.segment import drop_names, host_identity, remove_stale_segments
 from rl_backend.contracts import BatchError, ConfigError, RLBackendError, RolloutError, UnsupportedError
@@ -101,7 +101,9 @@ class TurnQueue:
         prometheus.count("rl_backend_turn_prompt_tokens_total", prompt, engine=engine)
         prometheus.count("rl_backend_turn_cached_tokens_total", cached, engine=engine)
         if self._vllm.config.return_routed_experts and tokens:
-            return replace(response, routes=routes_of(output, prompt + tokens, self._vllm.moe_layers, name))
+            response = replace(response, routes=routes_of(output, prompt + tokens, self._vllm.moe_layers, name))
+        if self._vllm.config.returns_masks and tokens:
+            response = replace(response, sampling_mask=mask_of(output, name))
         return response
 
 

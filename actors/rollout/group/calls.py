@@ -123,4 +123,5 @@ def _sample(prompt: int, index: int, prompt_ids: Sequence[int], response: Respon
         version_spans=response.spans,
         engine=response.engine,
         routes=None if response.routes is None else Routes(response.routes, response.spans[0].version),
+        sampling_mask=response.sampling_mask,
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 from concurrent.futures import Future, wait
+from contextlib import ExitStack
 from functools import partial
 from typing import Any, Protocol, Self
 
@@ -12,7 +13,7 @@ import ray
 
 from actors.cluster.processes import Process
 from actors.cluster.ray_watch import ray_is_usable
-from actors.rollout.config import RolloutConfig, SamplingConfig, require_tokenizer, within_model
+from actors.rollout.config import RolloutConfig, SamplingConfig, require_bounded, require_tokenizer, within_model
 from actors.rollout.engine.engine import CONCURRENCY_GROUPS, RolloutEngine
 from actors.rollout.group.adapters import GroupAdapters
 from actors.rollout.group.calls import PendingSamples, check_prompts, collect
@@ -84,6 +85,8 @@ class RolloutGroup:
         self._require_push = config.require_push
         self._restarting = {engine: threading.Lock() for engine in range(config.num_engines)}
         self._closed = False
+        # Held while engines sleep: one that is started again would take the memory that they have given away.
+        self._asleep: ExitStack | None = None
         self._starting: dict[int, Any] = {}
         self._placement = EnginePlacement(config, scheduling)
         self._opened: Future[None] = Future()
@@ -147,7 +150,8 @@ class RolloutGroup:
 
         Raises:
             BatchError: an empty or too long prompt, an unknown token id, a wrong number of seeds.
-            ConfigError: stop strings, and engines without a tokenizer.
+            ConfigError: stop strings, and engines without a tokenizer; no ``top_k``, or temperature 0, and engines that
+                return masks.
             EngineDeadError, EngineDirtyError: an engine was lost and is not replaced, or was too often.
             RolloutError: a tenant that has not been pushed, weights with an adapter merged into them, or engines that
                 sleep or have no weights.
@@ -175,6 +179,7 @@ class RolloutGroup:
         prompts = [list(prompt) for prompt in prompts]
         engines, n = self.engine_set, sampling.n
         require_tokenizer(self.config, sampling)
+        require_bounded(self.config, sampling)
         check_prompts(prompts, n, seeds, next(iter(engines.infos.values())))
         with engines.lock:
             chosen = self.lora.chosen(adapter, len(prompts))
@@ -217,8 +222,12 @@ class RolloutGroup:
             UnsupportedError: without ``sleep_mode``.
             RolloutError: a weight update has begun and not ended.
         """
-        # Engines wait for turns in flight, which may take as long as a request.
-        self._tell("sleep", level, timeout=self.config.sampling_timeout)
+        with ExitStack() as starts:
+            for lock in self._restarting.values() if self._asleep is None else ():
+                starts.enter_context(lock)
+            # Engines wait for turns in flight, which may take as long as a request.
+            self._tell_all("sleep", level, timeout=self.config.sampling_timeout)
+            self._asleep = self._asleep or starts.pop_all()
 
     def wake_up(self, part: WakePart = "all") -> None:
         """Takes the memory back; raises as :meth:`sleep`.
@@ -226,7 +235,23 @@ class RolloutGroup:
         Where ranks train on the same GPUs: ``wake_up("weights")``, then the push, and ``wake_up("kv_cache")`` when the ranks
         have moved their weights away. Keys and values are then never beside what trains.
         """
-        self._tell("wake_up", part)
+        self._tell_all("wake_up", part)
+        self._allow_starts()
+
+    def _allow_starts(self) -> None:
+        held, self._asleep = self._asleep, None
+        if held is not None:
+            held.close()
+
+    def _tell_all(self, method: str, *args: Any, timeout: float | None = None) -> None:
+        """Also engines that lack weights. One that is lost has no memory; the one in its place starts when others wake."""
+        with self.engine_set.updating():
+            engines = self.engine_set.fixed()
+            if engines.heals and not engines.engines:
+                return
+            outcomes = engines.call(method, *args, timeout=timeout)
+            replaced = EngineDeadError if engines.heals else ()
+            raise_failures({engine: each for engine, each in outcomes.items() if not isinstance(each, replaced)})
 
     def describe(self) -> dict[int, EngineInfo]:
         outcomes = self.engine_set.call("describe")
@@ -244,13 +269,15 @@ class RolloutGroup:
         """
         if engine not in range(self.config.num_engines):
             raise ConfigError.of("engine", engine, f"the group has engines 0 to {self.config.num_engines - 1}")
+        if self._asleep is not None:
+            raise RolloutError(f"{engine_name(engine)} cannot start while engines sleep; call wake_up() first")
         self._replace(engine)
         return self.infos[engine]
 
     def _replace(self, engine: int, *, lost_only: bool = False) -> None:
         # Threads that restart the same engine do so one after the other.
         with self._restarting[engine]:
-            if lost_only and engine not in self.lost_engines:
+            if lost_only and (self._closed or engine not in self.lost_engines):
                 return
             with self.engine_set.lock:
                 ended = EngineDeadError(f"{engine_name(engine)} was ended by a restart that did not complete")
@@ -270,6 +297,7 @@ class RolloutGroup:
     def _end_all(self) -> None:
         self._closed = True
         self.healing.close()
+        self._allow_starts()
         self.turns.end(RolloutError("the rollout group is closed"))
         actors = self.engine_set.remove_all()
         try:

@@ -12,6 +12,7 @@ patches.py   packing_experts_again            CPU   kernels keep experts packed 
              name_weight_loaders              all   an update asks loaders for a name that partial functions lack
              load_through_loaders             all   gpt-oss writes experts and sinks past the loaders: they stay old
              bind_stores_to_their_address     all   the store of several workers listens on all interfaces
+             meet_in_shared_memory            all   the file by which workers meet stays in /tmp when an engine is killed
 deltanet.py  serve_every_deltanet             CPU   gated DeltaNet runs in bfloat16 with heads of 64 or 128 only
 adapters.py  _load, _add, _activate_adapter   all   adapters are read from directories, and slots written module by module
 """

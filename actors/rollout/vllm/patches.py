@@ -22,8 +22,11 @@ from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbed
 from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 from vllm.model_executor.models.gpt_oss import GptOssModel
 from vllm.platforms import current_platform
+from vllm.v1.executor import multiproc_executor, uniproc_executor
 from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler, apply_top_k_top_p
 from vllm.v1.sample.sampler import Sampler
+
+from actors.wire.segment import DIRECTORY, owned_name
 
 _EXPERTS = re.compile(r"(.*\.mlp\.experts)\.((?:w13|w2)_(?:weight|bias))")
 
@@ -256,6 +259,13 @@ def _bound_store(host_name: str, port: int, *, is_master: bool = False, **option
         listener = socket.create_server((host_name, port))
         options |= {"multi_tenant": False, "master_listen_fd": listener.detach()}
     return TCPStore(host_name, port, is_master=is_master, **options)
+
+
+def meet_in_shared_memory() -> None:
+    """From now on the file by which an engine's workers meet has a name that goes when this process has ended."""
+    if DIRECTORY.is_dir():
+        for executor in (multiproc_executor, uniproc_executor):
+            executor.get_file_store_init_method = lambda: f"file://{owned_name()}"
 
 
 def load_through_loaders() -> None:

@@ -17,7 +17,6 @@ from actors.cluster.placement import thread_environment
 from actors.cluster.rendezvous import use_interface
 from actors.rollout.config import OWN_ARGUMENTS, RolloutConfig
 from actors.rollout.vllm.capabilities import check_served, config_folder, has_deltanet, has_latent_attention
-from actors.wire.segment import DIRECTORY, owned_name
 from rl_backend.checkpoint.hf_reader import read_hf_config
 from rl_backend.checkpoint.hf_weights import require_same_head
 from rl_backend.contracts import ConfigError, RLBackendError, RolloutError, UnsupportedError
@@ -84,7 +83,6 @@ def start_vllm(config: RolloutConfig, device: str) -> Any:
         require_same_head(config.model_path)
     from vllm.config import WeightTransferConfig
     from vllm.platforms import current_platform
-    from vllm.v1.executor import multiproc_executor, uniproc_executor
 
     from actors.rollout.vllm.worker import BACKEND, LOAD_FORMAT
 
@@ -93,10 +91,6 @@ def start_vllm(config: RolloutConfig, device: str) -> Any:
             f"RolloutConfig.device={device!r}: the vLLM that is installed runs on {current_platform.device_type!r}; "
             "install the build for this device"
         )
-    if DIRECTORY.is_dir():
-        # The file by which an engine's workers meet: vLLM's own stays in /tmp for ever when the engine is killed.
-        for executor in (multiproc_executor, uniproc_executor):
-            executor.get_file_store_init_method = lambda: f"file://{owned_name()}"
     arguments: dict[str, Any] = {
         "model": config.model_path,
         "dtype": config.dtype,

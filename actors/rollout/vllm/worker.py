@@ -39,6 +39,7 @@ from actors.rollout.vllm.patches import (
     draw_one_number_for_a_token,
     keep_adapters_from_experts,
     load_through_loaders,
+    meet_in_shared_memory,
     multiply_adapters_once_for_all_rows,
     name_weight_loaders,
     normalise_log_probs_again,
@@ -241,6 +242,7 @@ if BACKEND not in WeightTransferEngineFactory._registry:
     WeightTransferEngineFactory.register_engine(BACKEND, SwitchingWeightTransferEngine)
     register_model_loader(LOAD_FORMAT)(ReaderFilesLoader)
     bind_stores_to_their_address()
+    meet_in_shared_memory()
     serve_every_deltanet()
     rotate_views_outside_the_kernel()
     route_by_sigmoid_without_groups()

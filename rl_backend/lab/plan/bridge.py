@@ -15,7 +15,14 @@ from typing import Any
 
 import torch
 
-from rl_backend.contracts import NativeConfig, PackedWeight, RuntimeConfig, TensorInfo, UnsupportedError
+from rl_backend.contracts import (
+    TARGET_IDS,
+    NativeConfig,
+    PackedWeight,
+    RuntimeConfig,
+    TensorInfo,
+    UnsupportedError,
+)
 from rl_backend.lab.plan.memory import ParameterSize, RankMemory, Workload
 from rl_backend.lab.plan.native import (
     StageMemory,
@@ -24,12 +31,15 @@ from rl_backend.lab.plan.native import (
     rank_actions,
     rank_stages,
     sent_by_rank,
+    tenants_of,
     weights_to_sync,
 )
+from rl_backend.lora.rows import TenantRows
 from rl_backend.model.decoder_spec import DecoderSpec
 from rl_backend.model.feedforward.dense import SwiGLUSpec
 from rl_backend.model.feedforward.moe import MoESpec
 from rl_backend.model.mixers.gqa import GQASpec
+from rl_backend.primitive.log_prob import IGNORE_LABEL, kept_logits_bytes
 from rl_backend.runtime.bridge.config import BridgeConfig
 from rl_backend.runtime.native.layout import check_model_layout, describe_model
 
@@ -54,7 +64,7 @@ def bridge_memory(
     """Memory of each pipeline rank, the tensors of a weight sync, and what counts the bytes of them that each rank sends.
 
     Raises:
-        ConfigError: a layout that does not fit the model.
+        ConfigError: a layout that does not fit the model, or targets of tenants that it does not have.
         UnsupportedError: a model that the native runtime does not have, or options that change what is counted here.
         BatchError: a number of micro-batches that the pipeline schedule does not take.
     """
@@ -82,13 +92,15 @@ def bridge_memory(
     bucket = COPIES_OF_EXPORTED * max(weight.nbytes for weight in weights)
     experts = {name for name, stored in model.weight_names.items() if isinstance(stored, PackedWeight)}
     found = []
-    for stages, passes in zip(ranks, actions, strict=True):
+    for stages, passes, tenant in zip(ranks, actions, tenants_of(ranks, workload), strict=True):
+        low_rank = layers.low_rank(tenant) // len(stages.measured)
         chunks = [stage.parameters for stage in stages.sharded.values()]
         measured = {
-            number: layers.stage(memory, layers_of_a_stage, last=number == num_stages - 1)
+            number: layers.stage(memory, layers_of_a_stage, last=number == num_stages - 1, low_rank=low_rank)
             for number, memory in stages.measured.items()
         }
-        taken = vars(most_in_flight(passes, measured)) | _buffers(options, num_ranks, experts, chunks)
+        held = _frozen(options, chunks) if workload.tenants else _buffers(options, num_ranks, experts, chunks)
+        taken = vars(most_in_flight(passes, measured)) | held | {"adapters": workload.tenants * tenant.nbytes}
         found.append(RankMemory(logits_chunk=stages.logits_chunk, sync_bucket=bucket, **taken))
     # Data-parallel ranks, which are the first dimension of both meshes, have copies here.
     layouts = {
@@ -102,7 +114,8 @@ class LocalLayers:
     """The layers of one rank; an architecture whose memory is not known raises :class:`UnsupportedError`.
 
     Attributes:
-        scores: bytes of one layer's attention probabilities, float32.
+        scores: bytes of one layer's attention probabilities, float32; 0 with LoRA tenants, whose attention keeps none.
+        logits: bytes of those that the head keeps for the backward pass.
     """
 
     def __init__(self, architecture: DecoderSpec, options: BridgeConfig, workload: Workload) -> None:
@@ -144,20 +157,23 @@ class LocalLayers:
         self._tokens = rows * self._length
         # Elements of a layer's input, which sequence parallelism divides.
         self._hidden = self._tokens // tp * architecture.hidden_size
-        self.scores = rows * (self._mixer.num_heads // tp) * self._length**2 * _FLOAT
+        # Beside adapters the linear layers and the attention compute on tokens without padding.
+        self._packed = workload.micro_batch_tokens if workload.tenants else 0
+        self.scores = 0 if self._packed else rows * (self._mixer.num_heads // tp) * self._length**2 * _FLOAT
+        self.logits = _kept_logits(workload, -(-architecture.vocab_size // tp))
 
-    def stage(self, native: StageMemory, num_layers: int, *, last: bool) -> StageMemory:
-        """A stage of ``num_layers``; ``native`` says what the same stage of the native model takes."""
-        # Two norms keep what they normalise, twice, in float32; two projections keep what they take.
-        norms = 4 * self._hidden * _FLOAT + 2 * self._hidden * self._itemsize
-        norms += 2 * self._tokens // self.options.parallel.tp * _FLOAT
-        layer = norms + self._attention() + self._feed_forward()
+    def stage(self, native: StageMemory, num_layers: int, *, last: bool, low_rank: int = 0) -> StageMemory:
+        """A stage of ``num_layers``; ``native`` says what the same stage of the native model takes.
+
+        ``low_rank`` is what :meth:`low_rank` says of the stage.
+        """
+        layer = self._norms() + self._attention() + self._feed_forward() + low_rank // num_layers
         recomputes = self.options.recompute_granularity == "full"
         # Of a layer that is computed again, its input is kept.
         kept = num_layers * (self._hidden * self._itemsize if recomputes else layer)
         if last:
             # The last norm, and the hidden states that log-probs or values are computed from.
-            kept += 2 * self._hidden * _FLOAT
+            kept += self._hidden * _FLOAT * (1 if self._packed else 2) + self.logits
             kept += self.workload.micro_batch_tokens * self.architecture.hidden_size * self._itemsize
         return StageMemory(
             kept=kept,
@@ -167,26 +183,64 @@ class LocalLayers:
             evaluation_peak=native.evaluation_peak + 2 * self.scores,
         )
 
+    def low_rank(self, tenant: TenantRows) -> int:
+        """What the adapters of a rank's stages keep for a tenant whose tokens these are: what lies between both factors, and
+        factors in the dtype of the passes.
+        """
+        blocks = [layer.feed_forward for layer in self.architecture.layers]
+        mixture = next((block for block in blocks if isinstance(block, MoESpec)), None)
+        rows = 0
+        for tensor in tenant.tensors:
+            if tensor.role != "a":
+                continue
+            # Every expert is chosen as often.
+            chosen = mixture.router.top_k / mixture.router.num_experts if mixture and tensor.module.is_expert else 1
+            rows += int(self._packed * chosen) * tensor.shape[-2] * max(len(tensor.experts), 1)
+        return (rows + (tenant.weights.numel() if self._itemsize < _FLOAT else 0)) * self._itemsize
+
+    def _norms(self) -> int:
+        """Two norms and the inputs of two projections behind them."""
+        of_tokens = 2 * self._tokens // self.options.parallel.tp * _FLOAT
+        if self._packed:
+            # A frozen norm keeps what it normalises, in float32; inputs of adapters are copies of all tokens.
+            projections = 2 * self._packed * self.architecture.hidden_size * self._itemsize
+            return 2 * self._hidden * _FLOAT + of_tokens + projections
+        # Norms keep it twice, projections what they take.
+        return 4 * self._hidden * _FLOAT + 2 * self._hidden * self._itemsize + of_tokens
+
     def _attention(self) -> int:
         model, tp, size = self._mixer, self.options.parallel.tp, self._itemsize
         head = self._tokens * model.head_dim
         queries, groups = head * model.num_heads // tp, head * model.num_kv_heads // tp
-        # Cosines and sines of queries and of keys, the mask, and the context that the output projection takes.
-        kept = 4 * self._length * model.head_dim * size + self._length**2 + queries * size
-        if self.options.recompute_granularity == "selective":
+        # Cosines and sines of queries and of keys.
+        kept = 4 * self._length * model.head_dim * size
+        recomputes = self.options.recompute_granularity == "selective"
+        if recomputes:
             kept += (queries + 2 * groups) * size
+        if self._packed:
+            # What the output projection takes; and queries, keys, values, outputs and logarithms of the sums of attention.
+            packed = self._packed * model.num_heads // tp
+            kept += packed * model.head_dim * size
+            if not recomputes:
+                kept += packed * (2 * model.head_dim + 1) * size
+                kept += 2 * self._packed * model.num_kv_heads // tp * model.head_dim * size
         else:
-            # Keys and values are repeated for each query head; a copy of the probabilities is in the dtype of the values.
-            kept += 3 * queries * size + self.scores
-            kept += 0 if size == _FLOAT else self.scores * size // _FLOAT
+            # The mask, and the context that the output projection takes.
+            kept += self._length**2 + queries * size
+            if not recomputes:
+                # Keys and values are repeated for each query head; a copy of the probabilities is in the dtype of values.
+                kept += 3 * queries * size + self.scores
+                kept += 0 if size == _FLOAT else self.scores * size // _FLOAT
         if model.qk_norm:
             norms = (queries + groups) // model.head_dim * _FLOAT
+            # What is normalised, which a norm that is trained keeps twice.
+            normalised = 0 if self._packed else (queries + groups) * _FLOAT
             if size == _FLOAT:
-                # What is normalised is a view of the joint projection, of which queries of several groups are copied out.
+                # It is a view of the joint projection, of which queries of several groups are copied out.
                 copied = queries if model.num_kv_heads > tp else 0
-                kept += (queries + 2 * groups + copied + queries + groups) * _FLOAT + norms
+                kept += (queries + 2 * groups + copied) * _FLOAT + normalised + norms
             else:
-                kept += 2 * (queries + groups) * _FLOAT + norms
+                kept += (queries + groups) * _FLOAT + normalised + norms
         return kept
 
     def _feed_forward(self) -> int:
@@ -194,13 +248,31 @@ class LocalLayers:
         # Megatron builds mixtures in all layers or in none.
         block = next((block for block in blocks if isinstance(block, MoESpec)), blocks[0])
         if isinstance(block, SwiGLUSpec):
-            return 5 * self._tokens * block.intermediate_size // parallel.tp * self._itemsize
+            # Both halves of the first projection, the activation, a copy of the other half, and what the second takes.
+            second = self._packed or self._tokens
+            return (4 * self._tokens + second) * block.intermediate_size // parallel.tp * self._itemsize
         assert isinstance(block, MoESpec), "checked above"
         chosen = self._tokens // parallel.tp * block.router.top_k
         # Every expert is chosen as often. Expert-tensor ranks gather tokens and divide what is inside of experts.
         inside = 6 * chosen * block.intermediate_size * self._itemsize
         tokens = chosen * parallel.etp * (self.architecture.hidden_size * self._itemsize + _FLOAT + 2 * _INT)
         return inside + tokens + chosen * (_INT + _FLOAT)
+
+
+def _kept_logits(workload: Workload, vocab_size: int) -> int:
+    if workload.head != "log_probs":
+        return 0
+    batch = workload.micro_batch()
+    targets = batch.token_fields.get(TARGET_IDS)
+    trained = batch.num_tokens if targets is None else int((targets != IGNORE_LABEL).sum())
+    return kept_logits_bytes(batch.num_tokens, trained, vocab_size)
+
+
+def _frozen(options: BridgeConfig, chunks: Iterable[Mapping[str, ParameterSize]]) -> dict[str, int]:
+    """A model that is not trained has its parameters alone, in no buffer."""
+    itemsize = int(getattr(torch, options.param_dtype).itemsize)
+    elements = sum(size.computed for parameters in chunks for size in parameters.values())
+    return {"weights": elements * itemsize, "gradients": 0, "optimizer": 0}
 
 
 def _buffers(

@@ -123,12 +123,9 @@ def make_plan(config: RuntimeConfig, num_ranks: int, workload: Workload) -> Plan
         UnsupportedError: a model, a runtime or options that cannot be counted.
     """
     counted = {"native": native_memory, "bridge": bridge_memory}
-    if config.backend not in (["native"] if workload.tenants else counted):
-        raise UnsupportedError(
-            f"RuntimeConfig.backend={config.backend!r} with tenants={workload.tenants}: a plan knows "
-            f"{' and '.join(counted)}, and what LoRA tenants take in the native runtime only",
-            backend=config.backend,
-        )
+    if config.backend not in counted:
+        known = " and ".join(counted)
+        raise UnsupportedError(f"RuntimeConfig.backend={config.backend!r}: a plan knows {known}", backend=config.backend)
     check_config(config, num_ranks)
     workload = _within_positions(workload, config)
     ranks, weights, sent = counted[config.backend](config, num_ranks, workload)

@@ -271,15 +271,11 @@ def native_memory(
     ranks = [rank_stages(model, native, rank, num_ranks, workload) for rank in range(native.parallel.pp)]
     weights = weights_to_sync(model, ranks, workload)
     bucket = sync_bucket_bytes(weights, workload.byte_budget, num_ranks)
-    kinds = {name: module.kind for rank in ranks for name, module in rank.adaptable.items()}
-    modules = select_modules(workload.lora, kinds) if workload.tenants else ()
-    if workload.tenants:
-        require_trainable(workload.lora, modules, kinds)
     # A model that is not trained is kept as it is computed with.
     param_dtype: torch.dtype = getattr(torch, native.param_dtype)
     kept_dtype = param_dtype if workload.tenants else torch.float32
     found = []
-    for stages, passes in zip(ranks, actions, strict=True):
+    for stages, passes, tenant in zip(ranks, actions, tenants_of(ranks, workload), strict=True):
         sharded = list(stages.sharded.values())
         parameters = [size for stage in sharded for size in stage.parameters.values()]
         trained = sum(size.held for size in parameters if size.trained)
@@ -287,7 +283,6 @@ def native_memory(
         waiting = [stage.gathered(all_at_once=accumulates, trained=True) for stage in sharded]
         unreduced = sum(waiting) if accumulates else max(waiting)
         optimizer = 2 * trained * MASTER_BYTES + sum(size.trained for size in parameters) * torch.float32.itemsize
-        tenant = _tenant(workload.lora, modules_of_rank(modules, stages.adaptable))
         # All stages of the rank if nothing is freed between passes, else the largest: one runs at a time.
         whole = [stage.gathered_bytes(param_dtype, all_at_once=not native.reshard_after_forward) for stage in sharded]
         gathered = max(whole) if native.reshard_after_forward else sum(whole)
@@ -305,6 +300,18 @@ def native_memory(
             )
         )
     return found, weights, partial(sent_by_rank, model, layouts_of(ranks), num_ranks, workload.sync_dtype)
+
+
+def tenants_of(ranks: Sequence[RankStages], workload: Workload) -> list[TenantRows]:
+    """What each pipeline rank has of a LoRA tenant: nothing where the model itself is trained.
+
+    Raises :class:`ConfigError` for targets that this model does not have.
+    """
+    kinds = {name: module.kind for rank in ranks for name, module in rank.adaptable.items()}
+    modules = select_modules(workload.lora, kinds) if workload.tenants else ()
+    if workload.tenants:
+        require_trainable(workload.lora, modules, kinds)
+    return [_tenant(workload.lora, modules_of_rank(modules, rank.adaptable)) for rank in ranks]
 
 
 def accumulates_whole(native: NativeConfig, workload: Workload) -> bool:
@@ -420,7 +427,7 @@ def engine_slot_bytes(weights: Sequence[TensorInfo], config: RuntimeConfig, work
     # Queries, keys and values of gated DeltaNet are one weight, and each has a copy of A.
     sizes += sum(2 * weight.shape[1] for weight in weights if weight.name.endswith(".linear_attn.in_proj_qkv.weight"))
     rank = next((rank for rank in ENGINE_RANKS if rank >= workload.lora.rank), workload.lora.rank)
-    slots = engine_slots(workload.tenants, config.options(NativeConfig).device)
+    slots = engine_slots(workload.tenants, getattr(config.backend_cfg, "device", "auto"))
     return slots * rank * sizes * int(getattr(torch, workload.sync_dtype).itemsize)
 
 

@@ -128,7 +128,7 @@ def lay_out(
         longest=max(seq_lens),
         calculate_entropy=bool(batch.meta.get("calculate_entropy", False)),
         num_top=batch.num_top,
-        cuts=batch.cuts,
+        cuts=wanted.cuts,
         router_loss_weight=1.0 / num_micro_batches,
         heads=heads,
     )
@@ -146,13 +146,15 @@ def _token_layout(seq_lens: Sequence[int], groups: ParallelGroups, tree: PrefixT
 
 
 def _predictions(batch: PackedBatch, layout: TokenLayout | None, *, shared: bool) -> Predictions:
-    labels, temperature = batch.labels, batch.temperature
+    labels, temperature, cuts = batch.labels, batch.temperature, batch.cuts
     if layout is None:
-        return Predictions(labels, temperature)
+        return Predictions(labels, temperature, cuts)
     if shared:
-        return each_prediction_once(layout.places, labels, temperature)
+        return each_prediction_once(layout.places, labels, temperature, cuts)
     divisors = layout.take(temperature, 1.0) if isinstance(temperature, Tensor) else temperature
-    return Predictions(layout.take(labels, -100), divisors)
+    if cuts is not None and cuts.mask is not None:
+        cuts = cuts._replace(mask=layout.take(cuts.mask, -1))
+    return Predictions(layout.take(labels, -100), divisors, cuts)
 
 
 def _row_sequences(batch: PackedBatch, layout: TokenLayout | None, groups: ParallelGroups, *, shared: bool) -> RowSequences:

@@ -126,6 +126,14 @@ FAULTS = [
         "log-probs would belong to other tokens",
     ),
     Fault(
+        "bridge-keeps-what-adapted-layers-put-out",
+        "rl_backend.runtime.bridge.passes.batch:LaidOut.unpack",
+        "hidden.index_put((self.places,), packed)",
+        "hidden.index_copy(0, self.places, packed)",
+        ("test_laying_out_keeps_places_alone_for_the_backward_pass",),
+        "passes with LoRA tenants would keep every output of a linear layer once more",
+    ),
+    Fault(
         "bridge-without-sequence-parallel-shapes",
         "rl_backend.runtime.bridge.engine.forward_backward:lay_out",
         "multiple = groups.parallel.tp if provider.sequence_parallel else 1",

@@ -7,6 +7,8 @@ _CHOICE = "test_what_costs_least_time_is_tried_first_and_the_rest_on_top_of_it"
 _NOT_CHOSEN = "test_what_is_given_or_cannot_be_is_not_chosen"
 _LAYOUTS = "test_layouts_that_a_family_does_not_have_are_refused"
 _LOCKED = "test_as_much_is_locked_as_asked_for_and_no_longer_than_it_is_used"
+_BESIDE_ENGINES = "test_nothing_but_pushed_weights_is_beside_engines_and_nothing_at_all_beside_keys_and_values"
+_COLOCATED = "test_a_run_saves_before_ranks_move_away_and_takes_the_memory_back_to_save_the_model"
 _TRANSFERS = "test_transfers_of_megatron_end_as_nccl_runs_them_and_no_host_waits"
 
 FAULTS = [
@@ -236,5 +238,117 @@ FAULTS = [
         "0 < gpus_per_rank < 0.5 and num_ranks > 1",
         ("test_a_reservation_that_makes_no_sense_is_refused",),
         "Ray would put two ranks on one GPU, and NCCL would refuse them",
+    ),
+    Fault(
+        "moments-stay-beside-weights-of-engines",
+        "actors.run.colocation:Colocation.to_engines",
+        'model.to("cpu", model=(model.base or model.handle) != pushed)',
+        "pass",
+        (_BESIDE_ENGINES,),
+        "a GPU would hold all that trains and an engine's weights at one time",
+    ),
+    Fault(
+        "the-base-of-pushed-factors-leaves-before-the-push",
+        "actors.run.colocation:Colocation.to_engines",
+        "(model.base or model.handle) != pushed",
+        "model.handle != policy.handle",
+        ("test_the_frozen_model_below_pushed_factors_stays_for_the_push",),
+        "a push of merged weights would be refused where a critic or reference shares the base",
+    ),
+    Fault(
+        "weights-of-ranks-stay-beside-keys-and-values",
+        "actors.run.colocation:Colocation.to_engines",
+        'model.to("cpu")',
+        "pass",
+        (_BESIDE_ENGINES,),
+        "engines would take more than is free",
+    ),
+    Fault(
+        "ranks-train-beside-awake-engines",
+        "actors.run.rl_run:SampledRun.collect",
+        "self._parts.to_ranks()",
+        "False",
+        (_COLOCATED,),
+        "the first pass of a step would be refused: its model is in host memory",
+    ),
+    Fault(
+        "a-colocated-run-saves-after-its-ranks-have-moved-away",
+        "actors.run.rl_run:SampledRun.push",
+        "if self.config.colocate:",
+        "if False:",
+        (_COLOCATED,),
+        "a run with colocate would save no checkpoint",
+    ),
+    Fault(
+        "the-model-of-a-colocated-run-is-not-saved",
+        "actors.run.run:Run.save_model",
+        "self._parts.to_ranks()",
+        "pass",
+        (_COLOCATED,),
+        "the run would fail after its last step",
+    ),
+    Fault(
+        "a-stopped-colocated-run-has-no-checkpoint",
+        "actors.run.run:Run._end_after",
+        "self._parts.to_ranks()",
+        "pass",
+        ("test_a_run_that_is_stopped_takes_the_memory_back_for_its_checkpoint_and_continues",),
+        "Ctrl-C would lose what came since the last checkpoint",
+    ),
+    Fault(
+        "colocated-runs-share-sessions",
+        "actors.run.session:borrowed_session",
+        "if config.colocates:",
+        "if False:",
+        ("test_a_session_of_others_is_refused",),
+        "engines would sleep under other runs",
+    ),
+    Fault(
+        "engines-start-while-others-sleep",
+        "actors.rollout.group.group:RolloutGroup.sleep",
+        "self._restarting.values() if self._asleep is None else ()",
+        "()",
+        ("test_no_engine_is_started_again_while_the_others_have_given_their_memory_away",),
+        "an engine that is replaced would take memory under training ranks",
+    ),
+    Fault(
+        "a-lost-engine-keeps-others-awake",
+        "actors.rollout.group.group:RolloutGroup._tell_all",
+        "EngineDeadError if engines.heals else ()",
+        "()",
+        ("test_engines_that_are_lost_or_lack_weights_do_not_keep_the_others_awake",),
+        "a run would end with an engine that would have been replaced",
+    ),
+    Fault(
+        "engines-without-weights-do-not-sleep",
+        "actors.rollout.group.group:RolloutGroup._tell_all",
+        "self.engine_set.fixed()",
+        "self.engine_set",
+        ("test_engines_that_are_lost_or_lack_weights_do_not_keep_the_others_awake",),
+        "an engine that joined without weights would keep its memory",
+    ),
+    Fault(
+        "two-processes-on-a-gpu-count-as-less",
+        "actors.cluster.placement:share_cluster",
+        "2 if gpus < 1 else 1",
+        "1",
+        ("test_cores_of_several_nodes_are_as_many_as_fit_on_each",),
+        "colocated runs on several nodes would be refused",
+    ),
+    Fault(
+        "shared-gpus-split-engines",
+        "actors.checks.machine:find_devices",
+        "if shared and served.tensor_parallel > 1:",
+        "if False:",
+        ("test_devices_that_are_not_here_are_refused",),
+        "the run would be refused after Ray and ranks have started",
+    ),
+    Fault(
+        "what-leaves-a-rank-stays-in-its-heap",
+        "rl_backend.runtime.handle:Offload.offload",
+        "libc.malloc_trim(0)",
+        "pass",
+        ("test_the_system_gets_back_what_leaves_a_rank_that_keeps_freed_memory",),
+        "on CPUs engines and ranks could not take turns in memory",
     ),
 ]

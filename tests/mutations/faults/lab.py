@@ -62,6 +62,22 @@ FAULTS = [
         "backward passes with recomputation would take a layer more than was planned",
     ),
     Fault(
+        "kept-logits-of-the-bridge-not-planned",
+        "rl_backend.lab.plan.bridge:LocalLayers.__init__",
+        "self.logits = _kept_logits(workload, -(-architecture.vocab_size // tp))",
+        "self.logits = 0",
+        ("test_a_layer_that_is_computed_again_is_kept_in_the_backward_pass_alone",),
+        "a plan of the bridge would lack up to a gibibyte of logits that stay for the backward pass",
+    ),
+    Fault(
+        "frozen-model-of-the-bridge-planned-as-trained",
+        "rl_backend.lab.plan.bridge:bridge_memory",
+        "_frozen(options, chunks) if workload.tenants else _buffers(options, num_ranks, experts, chunks)",
+        "_buffers(options, num_ranks, experts, chunks)",
+        ("test_what_tenants_of_the_bridge_take_is_what_was_planned",),
+        "a plan of LoRA tenants on the bridge would count gradients and moments that nobody keeps",
+    ),
+    Fault(
         "token-path-is-not-a-token",
         "rl_backend.lab.doctor.probes:ray_authentication",
         '("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")',

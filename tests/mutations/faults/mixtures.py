@@ -104,8 +104,8 @@ FAULTS = [
     ),
     Fault(
         "sinks-of-the-first-rank",
-        "rl_backend.runtime.bridge.megatron.local_layers:AttentionWithSinks.__init__",
-        "set_tensor_model_parallel_attributes(self.softmax_offset, True, 0, 1)",
+        "rl_backend.runtime.bridge.megatron.sinks:mark_sinks",
+        "vars(parameter).update(tensor_model_parallel=True, partition_dim=0, partition_stride=1)",
         "pass",
         (f"{_BRIDGE}[2-ranks-tp2-gpt_oss]",),
         "the gradient norm would leave out the sinks of all ranks but the first",

@@ -68,8 +68,8 @@ FAULTS = [
     Fault(
         "first-tokens-predicted-by-a-siblings-row",
         "rl_backend.runtime.native.forward_backward:_predictions",
-        "return each_prediction_once(layout.places, labels, temperature)",
-        "return each_prediction_once(layout.places.roll(1), labels, temperature)",
+        "return each_prediction_once(layout.places, labels, temperature, cuts)",
+        "return each_prediction_once(layout.places.roll(1), labels, temperature, cuts)",
         (_TRAINS,),
         "an answer's first token would be predicted by what is not before it",
     ),

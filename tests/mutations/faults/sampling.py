@@ -105,25 +105,9 @@ FAULTS = [
     ),
     Fault(
         "drawn-samples-keep-one-version-span",
-        "actors.collect.stream:_from_dict",
-        """
-        return Sample(
-            **{
-                **values,
-                "version_spans": tuple(VersionSpan(*span) for span in values["version_spans"]),
-                "routes": None if routes is None else Routes(routes["experts"].numpy(), routes["weight_version"]),
-            }
-        )
-        """,
-        """
-        return Sample(
-            **{
-                **values,
-                "version_spans": tuple(VersionSpan(*span) for span in values["version_spans"][:1]),
-                "routes": None if routes is None else Routes(routes["experts"].numpy(), routes["weight_version"]),
-            }
-        )
-        """,
+        "actors.folder.checkpoints:_from_dict",
+        'tuple(VersionSpan(*span) for span in values["version_spans"])',
+        'tuple(VersionSpan(*span) for span in values["version_spans"][:1])',
         ("test_samples_are_read_back_as_they_were_drawn",),
         "samples of two versions would be as old as the first after a resumption",
     ),
@@ -182,5 +166,109 @@ FAULTS = [
         'self.state = "serving"',
         ("test_an_engine_on_gpus_that_train_takes_a_push_between_its_weights_and_its_keys",),
         "an engine without keys and values would sample",
+    ),
+    Fault(
+        "masks-of-drawn-samples-forgotten",
+        "actors.folder.checkpoints:_from_dict",
+        "None if mask is None else mask.numpy()",
+        "None",
+        ("test_samples_are_read_back_as_they_were_drawn",),
+        "a step after a resumption would have samples without the words that they were sampled from",
+    ),
+    Fault(
+        "masks-stay-with-the-engine",
+        "actors.rollout.group.calls:_sample",
+        "sampling_mask=response.sampling_mask,",
+        "",
+        ("test_samples_are_in_the_callers_order_each_with_its_own_version_and_routes",),
+        "engines would return masks, and training take its own without a word",
+    ),
+    Fault(
+        "masks-of-turns-stay-with-the-engine",
+        "actors.rollout.tokens:RolloutTokens.generate",
+        "sampling_mask=answer.sampling_mask,",
+        "",
+        ("test_a_turn_has_the_mask_of_its_tokens_where_engines_return_masks",),
+        "episodes would be trained with masks of the trainer's own without a word",
+    ),
+    Fault(
+        "masks-of-other-tokens-taken",
+        "actors.rollout.messages:mask_of",
+        "if token not in words:",
+        "if False:",
+        ("test_a_mask_that_is_not_of_its_tokens_is_refused",),
+        "a run would end at its first update, far from the engine that was wrong",
+    ),
+    Fault(
+        "masks-in-vllms-order",
+        "actors.rollout.messages:mask_of",
+        "sorted(words)",
+        "words",
+        ("test_the_mask_of_a_response_is_of_one_width_and_in_order",),
+        "a mask in another order would be refused by every pass",
+    ),
+    Fault(
+        "masks-asked-of-engines-on-a-cpu",
+        "actors.rollout.config:check_engine_device",
+        "if config.returns_masks:",
+        "if False:",
+        ("test_settings_of_a_gpu_are_refused_for_engines_on_a_cpu_alone",),
+        "vLLM would refuse it when Ray and engines have started",
+    ),
+    Fault(
+        "masks-without-top-k",
+        "actors.options.sampled_config:SampledOptions._check_sampling",
+        "require_bounded(self.rollout, self.sampling)",
+        "pass",
+        ("test_options_that_do_not_go_together_are_refused_by_name",),
+        "a run would end at its first sample, after everything has started",
+    ),
+    Fault(
+        "held-out-sets-that-engines-with-masks-refuse",
+        "actors.options.sampled_config:SampledOptions._check_sampling",
+        "for name, each in self.eval_sampling.items():",
+        "for name, each in ():",
+        ("test_options_that_do_not_go_together_are_refused_by_name",),
+        "a run would end at its first evaluation, after its engines have started",
+    ),
+    Fault(
+        "masks-of-an-evaluation",
+        "actors.run.evaluation:EvalConfig._check",
+        "if self.rollout.returns_masks:",
+        "if False:",
+        ("test_lengths_of_an_evaluation_just_fit_or_are_refused",),
+        "an option would be accepted that changes nothing",
+    ),
+    Fault(
+        "canaries-that-engines-with-masks-refuse",
+        "actors.sync.adapter_push:send_canary",
+        "_PROBE.replace(top_k=info.vocab_size) if rollout.config.returns_masks else _PROBE",
+        "_PROBE",
+        ("test_a_canary_names_the_engines_that_visibly_apply_the_adapter",),
+        "no adapter could be pushed to engines that return masks",
+    ),
+    Fault(
+        "masks-one-token-late",
+        "rl_backend.algorithm.sequences:_with_masks",
+        "placed[len(sequence) - 1 - len(rows) : -1, : rows.shape[1]] = rows",
+        "placed[len(sequence) - len(rows) :, : rows.shape[1]] = rows",
+        ("test_masks_of_some_samples_alone_are_refused",),
+        "each token would have the mask of the one before it",
+    ),
+    Fault(
+        "masks-of-some-samples-alone",
+        "rl_backend.algorithm.sequences:_with_masks",
+        "if len(given) != len(masks):",
+        "if False:",
+        ("test_masks_of_some_samples_alone_are_refused",),
+        "a step of samples with masks and without would fail without saying what to do",
+    ),
+    Fault(
+        "masks-of-turns-at-the-wrong-tokens",
+        "rl_backend.environment.sampler:_Open.add_sampled",
+        "self.masks.append((len(self.token_ids), generation.sampling_mask))",
+        "self.masks.append((len(self.token_ids) - 1, generation.sampling_mask))",
+        ("test_a_segment_has_the_masks_of_its_turns_in_one_width",),
+        "tokens of an episode would have masks of their neighbours",
     ),
 ]

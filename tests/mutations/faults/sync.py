@@ -183,7 +183,7 @@ FAULTS = [
     ),
     Fault(
         "an-engine-that-is-killed-leaves-the-file-of-its-workers",
-        "actors.rollout.vllm.process:start_vllm",
+        "actors.rollout.vllm.patches:meet_in_shared_memory",
         'executor.get_file_store_init_method = lambda: f"file://{owned_name()}"',
         "pass",
         ("test_workers_meet_by_a_file_that_goes_when_the_engine_has_ended",),
@@ -527,5 +527,29 @@ FAULTS = [
         "return {info.name: () for info in infos}",
         ("test_where_loaders_decide_by_values_what_to_read_workers_get_all",),
         "workers would keep old weights",
+    ),
+    Fault(
+        "engines-of-the-environment-of-ranks",
+        "actors.rollout.placement:EnginePlacement.options",
+        "if self._config.py_executable is not None:",
+        "if False:",
+        ("test_a_process_of_an_engine_is_of_its_environment",),
+        "engines would start with the vLLM that the run has",
+    ),
+    Fault(
+        "any-environment-will-do",
+        "actors.cluster.environments:why_not_for_engines",
+        "if (python, of_ray) != here:",
+        "if not of_ray:",
+        ("test_other_versions_are_refused",),
+        "processes of different Rays would fail while they start, or not understand each other",
+    ),
+    Fault(
+        "tensors-pickled-for-another-environment",
+        "actors.sync.push:choose_transport",
+        "rollout.config.py_executable is None",
+        "True",
+        ("test_transports_of_vllms_own_are_not_for_engines_of_another_environment",),
+        "handles of one PyTorch would be opened by another",
     ),
 ]

@@ -127,7 +127,7 @@ def test_a_folder_with_a_run_is_not_overwritten(tmp_path: Path) -> None:
         ({"temperature": 0, "samples_per_prompt": 1}, r"temperature=0\.0: must be above 0"),
         ({"rollout.max_model_len": 600}, r"rollout\.max_model_len=600: must hold one sequence: .* = 1024"),
         ({"rollout.model_path": "other"}, r"rollout\.model_path='other': engines sample from the trained model"),
-        ({"rollout.sleep_mode": True}, r"rollout\.sleep_mode=True: a run's engines never sleep"),
+        ({"rollout.sleep_mode": True}, r"rollout\.sleep_mode=True: follows from colocate; set that"),
         ({"rollout.return_routed_experts": True}, r"return_routed_experts=True: follows from router_replay"),
         ({"train.backend_cfg.optimizer.total_training_steps": 7}, r"total_training_steps=7: follows from steps"),
         ({"train.backend_cfg.optimizer.min_lr": 1e-7}, r"min_lr=1e-07: lr_decay_style='constant' never decays"),

@@ -123,6 +123,7 @@ OTHER_CHECKS: Sequence[tuple[str, str, Callable[[CodeBlock], None] | None, str]]
     ("docs/architecture.md", "benchmarks/ ", None, "folders; import-linter checks what they may import"),
     ("docs/checkpoints.md", "runs/mine/checkpoints/", None, "files of a run"),
     ("docs/cluster.md", "--environment", None, "a part of a command that needs a cluster"),
+    ("docs/cluster.md", ".venv-next/", None, "needs make setup PINS=next; tests/e2e/test_engine_environments.py runs both"),
     ("docs/coming_from_trl.md", "prompts_per_step", parses, "formulas"),
     ("docs/concepts.md", "(token_losses", is_mean_over_tokens, ""),
     (

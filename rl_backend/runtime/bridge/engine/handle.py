@@ -28,11 +28,18 @@ from rl_backend.runtime.bridge.engine.optimizer import BridgeOptimizer
 from rl_backend.runtime.bridge.megatron.deltanet import has_deltanet, keep_decay_in_float32
 from rl_backend.runtime.bridge.megatron.groups import BridgeGroups
 from rl_backend.runtime.bridge.megatron.local_layers import NormOfAllHeads
+from rl_backend.runtime.bridge.megatron.sinks import mark_sinks
 from rl_backend.runtime.bridge.model.adapters import ChunkAdapters, attach_adapters
 from rl_backend.runtime.bridge.model.conversion import WeightConverter
 from rl_backend.runtime.bridge.model.loading import load_model, open_bridge, set_mappings
 from rl_backend.runtime.bridge.model.output_heads import OutputProcessor
-from rl_backend.runtime.bridge.model.provider import make_provider, override, packs_sequences, uses_transformer_engine
+from rl_backend.runtime.bridge.model.provider import (
+    build_chunks,
+    make_provider,
+    override,
+    packs_sequences,
+    uses_transformer_engine,
+)
 from rl_backend.runtime.bridge.passes.gradients import drop_reductions, gather_again, overlaps_gathers, wait_for_gathers
 from rl_backend.runtime.bridge.passes.routers import (
     ModelRouters,
@@ -76,7 +83,7 @@ class BridgeHandle(GuardedHandle[BridgeOptimizer]):
 
     @property
     def models(self) -> list[nn.Module]:
-        """This rank's ``GPTModel`` chunks without their wrappers."""
+        """This rank's chunks without their wrappers."""
         models: list[nn.Module] = unwrap_model(list(self.chunks))
         return models
 
@@ -204,6 +211,7 @@ def build_handle(
 
     def load(chunks: list[nn.Module]) -> list[nn.Module]:
         keep_decay_in_float32(chunks)
+        mark_sinks(chunks)
         kept = model_kept_prefixes(hf_config)
         load_model(chunks, pretrained, model_bridge, groups, hf_path=config.hf_path, head=head, kept=kept)
         if forward_only:
@@ -211,14 +219,7 @@ def build_handle(
                 chunk.requires_grad_(False)
         return chunks
 
-    chunks = provider.provide_distributed_model(
-        ddp_config=ddp_config,
-        wrap_with_ddp=not forward_only,
-        use_cpu_initialization=groups.device.type == "cpu",
-        init_model_with_meta_device=False,
-        pre_wrap_hook=load,
-        pg_collection=groups.pg,
-    )
+    chunks = build_chunks(provider, ddp_config, groups, trained=not forward_only, prepare=load)
     for chunk in chunks:
         # Megatron computes activations again in training alone, and tenants train through the chunks of a frozen model.
         chunk.train(adaptable or not forward_only)

@@ -252,7 +252,7 @@ def _split(block: Block, box: Box) -> Iterator[tuple[str, tuple[int, ...], Box]]
 def _sharded_state(model: Any) -> Any:
     metadata = ensure_metadata_has_dp_cp_group(dict(_METADATA))
     if isinstance(getattr(model, "output_layer", None), CriticOutputLayer):
-        # GPTModel's own insists on a language-model head.
+        # The model's own insists on a language-model head.
         return MegatronModule.sharded_state_dict(model, metadata=metadata)
     return model.sharded_state_dict(metadata=metadata)
 

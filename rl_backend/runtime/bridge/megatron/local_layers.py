@@ -8,7 +8,6 @@ from typing import Any
 
 import torch.nn.functional as F
 from megatron.bridge.models.conversion.param_mapping import AutoMapping
-from megatron.bridge.models.gpt_provider import default_layer_spec
 from megatron.bridge.models.minimax_m2.minimax_m2_bridge import _FullDimQKNormMapping
 from megatron.bridge.models.minimax_m2.minimax_m2_provider import (
     FullDimKNorm,
@@ -100,13 +99,6 @@ class CopyingRowParallelLinear(RowParallelLinear):
         return output.clone(), bias
 
 
-class AttentionWithSinks(DotProductAttention):
-    # Marked as a part of all heads' sinks: unmarked, the global gradient norm has those of the first rank alone.
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        set_tensor_model_parallel_attributes(self.softmax_offset, True, 0, 1)
-
-
 class LatentCoreAttention(nn.Module):
     """Causal attention whose keys and values have different sizes, which Megatron's own ``DotProductAttention`` refuses."""
 
@@ -123,13 +115,15 @@ class LatentCoreAttention(nn.Module):
         return out.permute(2, 0, 1, 3).flatten(2)
 
 
-def use_local_layers(provider: Any) -> None:
-    """Sets the layers of a model provider; raises :class:`UnsupportedError` for all that needs Transformer Engine."""
+def use_local_layers(provider: Any, default: Callable[..., Any]) -> None:
+    """Sets the layers of a model provider, whose usual ones ``default`` makes; raises :class:`UnsupportedError` for all that
+    needs Transformer Engine.
+    """
     with_deltanet = has_deltanet(provider)
     of_all_heads = provider.transformer_layer_spec is minimax_m2_layer_spec
     needs_engine = {
         f"the special layers with which Megatron-Bridge builds {type(provider).__name__}": not of_all_heads
-        and not _is_usual(provider.transformer_layer_spec, with_deltanet=with_deltanet),
+        and not _is_usual(provider.transformer_layer_spec, default, with_deltanet=with_deltanet),
         f"normalization {provider.normalization!r}": provider.normalization != "RMSNorm",
         "norms stored as differences from 1 (layernorm_zero_centered_gamma) in a model without gated DeltaNet": (
             provider.layernorm_zero_centered_gamma and not with_deltanet
@@ -147,11 +141,8 @@ def use_local_layers(provider: Any) -> None:
     replaced: dict[Any, Any] = {WrappedTorchNorm: norm}
     if provider.multi_latent_attention:
         replaced[DotProductAttention] = LatentCoreAttention
-    # Megatron-Bridge knows by its name how a module is split over ranks.
-    if provider.softmax_type == "learnable":
-        AutoMapping.register_module_type(AttentionWithSinks.__name__, "column")
-        replaced[DotProductAttention] = AttentionWithSinks
     if provider.add_bias_linear and provider.num_moe_experts is not None:
+        # Megatron-Bridge knows by its name how a module is split over ranks.
         AutoMapping.register_module_type(CopyingRowParallelLinear.__name__, "row")
         replaced[RowParallelLinear] = CopyingRowParallelLinear
 
@@ -174,12 +165,12 @@ def use_local_layers(provider: Any) -> None:
     provider.transformer_layer_spec = layer_spec
 
 
-def _is_usual(layer_spec: Any, *, with_deltanet: bool) -> bool:
+def _is_usual(layer_spec: Any, default: Callable[..., Any], *, with_deltanet: bool) -> bool:
     """Whether Megatron-Bridge builds a model of layers that Megatron has without Transformer Engine too."""
     if with_deltanet:
         return layer_spec is get_transformer_block_with_experimental_attention_variant_spec
     of_blocks = isinstance(layer_spec, partial) and layer_spec.func is get_gpt_decoder_block_spec
-    return of_blocks or layer_spec is default_layer_spec
+    return of_blocks or layer_spec is default
 
 
 def _block_with_deltanet(config: Any, vp_stage: int | None) -> TransformerBlockSubmodules:

@@ -71,10 +71,10 @@ class OutputProcessor:
         )
         log_probs = [result.log_probs] if batch.labels.dim() == 1 else list(result.log_probs.unbind(1))
         entropy = torch.zeros_like(log_probs[0]) if result.entropy is None else result.entropy
-        was_cut = [] if result.was_cut is None else [result.was_cut]
+        disagreement = [] if result.mask_disagreement is None else [result.mask_disagreement]
         # As numbers of the same kind: ids of vocabularies up to 2 ** 24 are exact.
         top = [] if result.top is None else [row for values in result.top for row in values.to(entropy.dtype).unbind(1)]
-        return [*log_probs, entropy, *was_cut, *top]
+        return [*log_probs, entropy, *disagreement, *top]
 
 
 class CriticOutputLayer(nn.Module):
@@ -94,7 +94,7 @@ def as_model_output(outputs: Tensor, laid_out: LaidOut) -> ModelOutput:
     log_probs, count = (outputs[0], 1) if labels.dim() == 1 else (outputs[: labels.shape[1]].t(), labels.shape[1])
     entropy, num_top = outputs[count] if calculate_entropy else None, laid_out.batch.num_top
     has_cuts = laid_out.batch.cuts is not None
-    found = ModelOutput(log_probs, entropy, values, was_cut=outputs[count + 1] if has_cuts else None)
+    found = ModelOutput(log_probs, entropy, values, mask_disagreement=outputs[count + 1] if has_cuts else None)
     if not num_top:
         return found
     first = count + 1 + has_cuts

@@ -1,14 +1,19 @@
-"""Settings of Megatron-Bridge's model provider, from this runtime's options and the user's own values."""
+"""Megatron-Bridge's model provider: its settings, from this runtime's options and the user's own values, and what it builds.
+
+Megatron deprecates the provider and the model that it builds: no other file of the package names them.
+"""
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from megatron.bridge import AutoBridge
-from megatron.bridge.models.gpt_provider import GPTModelProvider
+from megatron.bridge.models.gpt_provider import GPTModelProvider, default_layer_spec
+from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.transformer.enums import AttnBackend
+from torch import nn
 
 from rl_backend.contracts import ConfigError, Head, RuntimeConfig, UnsupportedError
 from rl_backend.runtime.bridge.checks import LayerSizes, require_layout
@@ -56,7 +61,7 @@ def make_provider(
     # After the settings: layers and kernels are chosen by the dtype and the parallelism that they give.
     require_deltanet_kernels(options, provider, groups.device)
     if not transformer_engine:
-        use_local_layers(provider)
+        use_local_layers(provider, default_layer_spec)
     elif provider.multi_latent_attention and provider.layernorm_epsilon != LATENT_EPS:
         raise UnsupportedError(
             f"config.json has rms_norm_eps={provider.layernorm_epsilon}: Transformer Engine's layers give it to the norms "
@@ -71,6 +76,26 @@ def make_provider(
     except (AssertionError, ValueError) as error:
         raise ConfigError(f"Megatron refuses the configuration of {config.hf_path}: {error}") from error
     return provider
+
+
+def build_chunks(
+    provider: GPTModelProvider,
+    ddp_config: DistributedDataParallelConfig,
+    groups: BridgeGroups,
+    *,
+    trained: bool,
+    prepare: Callable[[list[nn.Module]], list[nn.Module]],
+) -> Sequence[Any]:
+    """This rank's model chunks, in Megatron's DDP where they are ``trained``; ``prepare`` gets them before."""
+    chunks: Sequence[Any] = provider.provide_distributed_model(
+        ddp_config=ddp_config,
+        wrap_with_ddp=trained,
+        use_cpu_initialization=groups.device.type == "cpu",
+        init_model_with_meta_device=False,
+        pre_wrap_hook=prepare,
+        pg_collection=groups.pg,
+    )
+    return chunks
 
 
 def uses_transformer_engine(device: torch.device) -> bool:

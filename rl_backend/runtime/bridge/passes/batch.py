@@ -20,7 +20,7 @@ class LaidOut:
 
     Attributes:
         batch: the T packed tokens, on the training device.
-        inputs: keyword arguments of ``GPTModel.forward``.
+        inputs: keyword arguments of a chunk's ``forward``.
         places: (T,) where each packed token is in the columns-by-rows order of Megatron's hidden states.
         heads, adapters: the outputs of the pass, and which adapters work on which of the T tokens, as in ``ModelInput``.
         segments: the sequences among the T tokens; None without adapters.
@@ -41,8 +41,9 @@ class LaidOut:
     def unpack(self, packed: Tensor) -> Tensor:
         """(T, H) -> (columns, rows, H), zeros for padding."""
         rows, columns = self.shape
-        hidden = packed.new_zeros(columns * rows, packed.shape[1]).index_copy(0, self.places, packed)
-        return hidden.view(columns, rows, -1)
+        hidden = packed.new_zeros(columns * rows, packed.shape[1])
+        # index_copy and index_add would keep what they copy for the backward pass.
+        return hidden.index_put((self.places,), packed).view(columns, rows, -1)
 
 
 def lay_out_padded(batch: PackedBatch, multiple: int, *, mark_padding: bool) -> LaidOut:

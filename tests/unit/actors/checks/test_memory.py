@@ -225,6 +225,7 @@ def test_a_rank_that_shares_a_gpu_with_an_engine_has_what_the_engine_leaves(monk
     gpus(monkeypatch, 1, gib=10.0)
     assert memory._free(config_of(GRPOConfig), 1) == pytest.approx(6 * GIB)
     assert memory._free(config_of(GRPOConfig, **{"rollout.gpu_memory_utilization": 0.7}), 1) == pytest.approx(3 * GIB)
+    assert memory._free(config_of(GRPOConfig, colocate=True), 1) == 10 * GIB, "engines sleep"
     assert memory._free(config_of(GRPOConfig), 2) == memory._free(config_of(SFTConfig), 1) == 10 * GIB
 
 

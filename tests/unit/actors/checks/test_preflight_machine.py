@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -51,12 +52,17 @@ def test_packages_are_those_of_the_runtime_and_of_engines(monkeypatch: pytest.Mo
     assert find_packages(config_of()) == "torch, ray, vllm" and not asked
     assert find_packages(config_of(backend="bridge")) == "torch, ray, Megatron, vllm" and asked
     assert find_packages(config_of(SFTConfig)) == "torch, ray"
-    without, samples = config_of(SFTConfig), config_of()
+    without, samples, elsewhere = config_of(SFTConfig), config_of(), config_of(rollout={"py_executable": sys.executable})
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     assert find_packages(without) == "torch, ray"
     for find in (lambda: find_packages(samples), lambda: require_engines(RolloutConfig(model_path="m"))):
         with pytest.raises(UnsupportedError, match=r"^vllm is not installed, which samples responses; pip install"):
             find()
+    # Engines of another environment have vLLM there.
+    assert find_packages(elsewhere) == "torch, ray, vllm"
+    missing = RolloutConfig(model_path="m", py_executable="/nowhere/python")
+    with pytest.raises(ConfigError, match=r"RolloutConfig\.py_executable='/nowhere/python': it cannot be run"):
+        require_engines(missing)
     monkeypatch.setattr(ray, "is_initialized", lambda: True)
     assert is_on_cluster() and find_packages(samples) == "packages are those of the cluster's machines"
     require_engines(RolloutConfig(model_path="m", device="cuda"))
@@ -87,6 +93,12 @@ def test_devices_are_divided_over_ranks_and_engines(
     ("number", "changes", "message"),
     [
         (4, {"ranks": 3, "engines": 2}, r"^GRPOConfig\.ranks=3: 3 training ranks, of all groups, and 2 engines take a GPU"),
+        (3, {"ranks": 4, "engines": 4, "colocate": True}, r"^GRPOConfig\.ranks=4: .* has 3: ask for no more engines than"),
+        (
+            2,
+            {"ranks": 2, "colocate": True, "rollout.tensor_parallel": 2},
+            r"^RolloutConfig\.tensor_parallel=2: an engine of several workers takes whole GPUs",
+        ),
         (1, {"engines": 2}, r"^GRPOConfig\.ranks=1: .*the cluster has 1: ask for fewer"),
         (2, {"train.backend_cfg.device": "cpu"}, r"^NativeConfig\.device='cpu': PyTorch sees 2 GPUs on this"),
         (0, {"train.backend_cfg.device": "cuda"}, r"^NativeConfig\.device='cuda': PyTorch sees 0 GPUs"),

@@ -11,8 +11,10 @@ from ray.exceptions import ActorDiedError, OutOfMemoryError
 
 from actors.cluster import ray_watch
 from actors.cluster.placement import memory_environment
-from actors.cluster.ray_watch import memory_death, memory_held
+from actors.cluster.ray_watch import WHAT_TO_SET, memory_death, memory_held
 from actors.rollout.group import calls
+from examples.grpo import GRPOConfig
+from rl_backend.options.command_line import parse_config
 
 RAY = (
     "Task was killed due to the node running low on memory.\nMemory on the node (IP: 10.0.0.1) where the task (actor "
@@ -27,7 +29,7 @@ def test_who_held_how_much_is_said_and_what_to_set(monkeypatch: pytest.MonkeyPat
     told = memory_death(OutOfMemoryError(RAY))
     assert told == (
         "its machine ran out of memory, 22.50 of 23.54 GB in use (training rank 15.5 GB; engine 3.41 GB; python 0.61 GB), "
-        "and Ray killed it; lower --max-tokens-per-micro-batch, set --activation-checkpointing full, or free memory"
+        f"and Ray killed it; {WHAT_TO_SET}"
     )
     assert memory_death(OutOfMemoryError("low")).startswith("its machine ran out of memory, and Ray killed it; lower")
     assert not memory_death(ActorDiedError())
@@ -37,6 +39,14 @@ def test_who_held_how_much_is_said_and_what_to_set(monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(calls.ray, "get", died)
     assert calls.outcome_of(None, "engine 0").message == f"engine 0 is dead: {told}"
+
+
+def test_options_that_are_named_are_those_of_a_run() -> None:
+    needed = ["--model", "m", "--dataset", "d", "--reward", "r.py:f"]
+    options = dict(re.findall(r"(--[\w.-]+)(?: (full))?", WHAT_TO_SET))
+    given = [word for name, value in options.items() for word in (name, value or "2048")]
+    train = parse_config(GRPOConfig, "", [*needed, *given]).train
+    assert (train.max_tokens_per_micro_batch, train.backend_cfg.activation_checkpointing) == (2048, "full")
 
 
 def test_processes_of_this_machine_that_hold_much_are_said(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -165,13 +165,17 @@ def test_samples_are_read_back_as_they_were_drawn(tmp_path: Path) -> None:
     spans = (VersionSpan(3, 1), VersionSpan(4, 1))
     experts = np.arange(12, dtype=np.uint16).reshape(3, 2, 2)
     experts.flags.writeable = False
-    routed = Sample(1, 0, [5, 6], [7, 8], [-0.1, -1e-17], "length", spans, 2, Routes(experts, 4))
+    mask = np.array([[6, 7], [8, -1]], dtype=np.int32)
+    mask.flags.writeable = False
+    routed = Sample(1, 0, [5, 6], [7, 8], [-0.1, -1e-17], "length", spans, 2, Routes(experts, 4), mask)
     plain = Sample(0, 1, [5], [7], [], "stop", spans, 0)
     save_drawn([[routed], [plain, plain]], tmp_path)
     [found], others = load_drawn(tmp_path)
     assert found == routed and others == [plain, plain]
     assert found.routes is not None and found.routes.weight_version == 4
     np.testing.assert_array_equal(found.routes.experts, experts, strict=True)
+    assert found.sampling_mask is not None and others[0].sampling_mask is None
+    np.testing.assert_array_equal(found.sampling_mask, mask, strict=True)
     (tmp_path / "drawn_samples.pt").write_bytes(b"damaged")
     with pytest.raises(CheckpointError, match=r"drawn_samples\.pt cannot be read"):
         load_drawn(tmp_path)

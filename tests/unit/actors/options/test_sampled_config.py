@@ -21,6 +21,7 @@ from rl_backend.options.option_set import filled
 
 SFT: Any = SFTConfig
 EPISODES: Any = EpisodeConfig
+MASKS = {"rollout.engine_args": {"return_sampling_mask": True}}
 
 
 @pytest.fixture(autouse=True)
@@ -72,6 +73,14 @@ def config_of(**changes: Any) -> RLConfig:
         ),
         ({"sampling.log_probs": False}, r"sampling\.log_probs=False: training compares them with its own; leave it out"),
         ({"rollout.require_push": False, "rollout.sleep_mode": True}, r"sleep_mode=True"),
+        (MASKS | {"top_p": 0.9}, r"top_k=0: with engine_args\['return_sampling_mask'\] vLLM takes no request without it;"),
+        (
+            MASKS | {"top_k": 5, "eval_dataset": "held.jsonl"},
+            r"eval_dataset\['held'\]\.temperature=0: with .*; eval_dataset\['held'\]\.top_k=0: with",
+        ),
+        ({"colocate": True, "max_staleness": 1}, r"RLConfig\.max_staleness=1: colocate=True: .* nothing is sampled ahead"),
+        ({"colocate": True, "lora.rank": 2}, r"lora\.push='adapter': colocate=True: .* use merged"),
+        ({"colocate": True, "save_every": 1, "min_ranks": 1, "ranks": 2}, r"min_ranks=1: colocate=True: .* use 0"),
     ],
     ids=str,
 )  # fmt: skip
@@ -92,6 +101,8 @@ def test_options_that_do_not_go_together_are_refused_by_name(changes: dict[str, 
         {"max_staleness": 1, "sample_ahead": 3, "stale_samples": "correct", "importance": "mask", "importance_cap": 1.5},
         {"top_p": 0.9},
         {"save_every": 1, "keep_checkpoints": 0, "async_save": False},
+        MASKS | {"top_k": 5, "eval_dataset": {"held": {"path": "x", "temperature": 1.0, "top_k": 9}}},
+        {"colocate": True, "lora.rank": 2, "lora.push": "merged", "engines": 2},
     ],
     ids=str,
 )
@@ -122,6 +133,7 @@ def test_sizes_of_a_step_follow_from_one_another() -> None:
     assert (config.sequences_per_update, config.optimizer_steps, config.longest_sequence) == (8, 21, 15)
     assert config.train.backend_cfg.optimizer.total_training_steps == 21
     assert (config.batches_ahead, config.num_engines, config.pushes_adapters) == (0, 1, False)
+    assert [config_of(colocate=each).rollout.sleep_mode for each in (False, True)] == [False, True]
     assert config.longest_sampled == config.rollout.max_model_len == 15
     assert [config_of(max_staleness=3, sample_ahead=each).batches_ahead for each in (None, 1, 5)] == [3, 1, 5]
     assert (

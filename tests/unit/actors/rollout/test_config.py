@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 
-from actors.rollout.config import RolloutConfig, SamplingConfig, check_engine_device
+from actors.rollout.config import RolloutConfig, SamplingConfig, check_engine_device, require_bounded
 from actors.rollout.messages import sample_seed, sample_seeds
 from rl_backend.contracts import ConfigError
 
@@ -21,6 +22,7 @@ from rl_backend.contracts import ConfigError
         ({"num_engines": 2, "cores": [[0], []]}, r"cores=\(\): a group is different core numbers"),
         ({"num_engines": 2, "cores": [[0], [1, -1]]}, r"cores=\(1, -1\): a group is different core numbers"),
         ({"max_adapter_rank": 513, "max_adapters": 1}, "max_adapter_rank"),
+        ({"py_executable": ".venv/bin/python"}, "py_executable='.venv/bin/python': expected an absolute path"),
         ({"return_routed_experts": True, "turns_at_push": "pause"}, r"turns_at_push='pause': a turn would have routes of"),
         (
             {"return_routed_experts": True, "engine_args": {"block_size": 32, "pipeline_parallel_size": 3}},
@@ -30,7 +32,10 @@ from rl_backend.contracts import ConfigError
         ({"engine_args": {"max_model_len": 3}}, "use RolloutConfig.max_model_len"),
         ({"engine_args": {"skip_tokenizer_init": False}}, "use RolloutConfig.load_tokenizer"),
         ({"engine_args": {"logprobs_mode": "raw_logprobs"}}, "set it themselves"),
-        ({"engine_args": {"return_sampling_mask": True}}, r"\['return_sampling_mask'\]=True: nothing reads these masks"),
+        (
+            {"engine_args": {"return_sampling_mask": True}, "device": "cpu"},
+            r"engine_args\['return_sampling_mask'\]=True: vLLM returns masks from its model runner V2 alone, which",
+        ),
         ({"num_engines": 2, "cores": [[0]]}, "each of the 2 engines"),
         ({"cores": [[0, 0]]}, "different core numbers"),
         ({"cores": [[0, 1, 2]], "tensor_parallel": 2}, "a multiple of tensor_parallel=2"),
@@ -91,11 +96,13 @@ def test_sampling_settings_that_cannot_work_are_refused(settings: dict[str, Any]
         {"gpus_per_worker": 0.5},
         {"gpus_per_worker": 1.0, "tensor_parallel": 2},
         {"max_adapters": 3, "max_adapter_rank": 512},
+        {"py_executable": "/opt/engines/bin/python"},
         {"kv_cache_gib": 1.0, "gpu_memory_utilization": 0.9},
         {"sleep_mode": True, "device": "cpu"},
         {"device": "cpu", "kv_cache_gib": 0.5},
         {"return_routed_experts": True, "engine_args": {"pipeline_parallel_size": 1, "kv_transfer_config": None}},
         {"engine_args": {"pipeline_parallel_size": 2}, "turns_at_push": "pause"},
+        {"engine_args": {"return_sampling_mask": False}, "device": "cpu"},
     ],
     ids=str,
 )
@@ -119,6 +126,34 @@ def test_settings_of_a_gpu_are_refused_for_engines_on_a_cpu_alone() -> None:
         with pytest.raises(ConfigError, match=rf"RolloutConfig\.{name}={value}: applies to GPU engines only"):
             check_engine_device(config, "cpu")
     check_engine_device(RolloutConfig(model_path="x", gpus_per_worker=1.0, gpu_memory_utilization=0.9), "cpu")
+    masks = RolloutConfig(model_path="x", engine_args={"return_sampling_mask": True})
+    check_engine_device(masks, "cuda")
+    with pytest.raises(
+        ConfigError, match=r"RolloutConfig\.engine_args\['return_sampling_mask'\]=True: .* leave it out on a CPU"
+    ):
+        check_engine_device(masks, "cpu")
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (
+            {},
+            r"^SamplingConfig\.top_k=0: with engine_args\['return_sampling_mask'\] vLLM takes no request without it; set it",
+        ),
+        ({"top_p": 0.9}, r"SamplingConfig\.top_k=0"),
+        ({"temperature": 0.0}, r"SamplingConfig\.temperature=0: .* no request without it.*SamplingConfig\.top_k=0"),
+        ({"top_k": 5, "temperature": 0.5, "top_p": 0.9}, ""),
+    ],
+    ids=str,
+)
+def test_engines_that_return_masks_take_bounded_samples_alone(settings: dict[str, Any], message: str) -> None:
+    sampling = SamplingConfig(**settings)
+    masks = RolloutConfig(model_path="x", engine_args={"return_sampling_mask": True})
+    assert masks.returns_masks and not RolloutConfig(model_path="x").returns_masks
+    require_bounded(RolloutConfig(model_path="x"), sampling)
+    with pytest.raises(ConfigError, match=message) if message else nullcontext():
+        require_bounded(masks, sampling)
 
 
 @pytest.mark.parametrize(

@@ -127,6 +127,12 @@ def test_engines_take_the_gpus_that_there_are_unless_they_are_bound_to_cores(
         ({"kv_cache_gib": 2.0}, 0.5, {"cores_per_engine": 4, "gpus_per_worker": 0.5}),
         ({"device": "cpu"}, 0.5, {"cores_per_engine": 4}),
         ({"cores": ((0, 1),)}, 1, {}),
+        ({}, 0.6, {"cores_per_engine": 4, "gpus_per_worker": 0.4, "gpu_memory_utilization": 0.4}),
+        (
+            {"sleep_mode": True},
+            0.6,
+            {"cores_per_engine": 4, "gpus_per_worker": 0.4, "gpu_memory_utilization": 0.7},
+        ),
     ],
 )
 def test_engines_take_their_share_of_the_cluster_where_they_do_not_say_otherwise(

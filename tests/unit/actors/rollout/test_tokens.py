@@ -8,6 +8,7 @@ from concurrent.futures import Future
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from actors.rollout.config import RolloutConfig, SamplingConfig
@@ -47,7 +48,9 @@ class Engines:
             future.set_exception(self.errors.pop(0))
         elif self.answers:
             spans = (VersionSpan(3, 1), VersionSpan(4, 1))
-            future.set_result(Response([0, 9], [-1.0, -2.0], "stop", spans, len(request.prompt_ids) // 2))
+            cached = len(request.prompt_ids) // 2
+            mask = np.array([[0, 9], [9, -1]], dtype=np.int32) if self.config.returns_masks else None
+            future.set_result(Response([0, 9], [-1.0, -2.0], "stop", spans, cached, sampling_mask=mask))
         self.pending.append(future)
         return [[future]]
 
@@ -138,3 +141,12 @@ def test_a_cancelled_turn_is_given_up() -> None:
 def test_what_a_turn_brings_itself_or_nobody_can_do_is_refused(sampling: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         source(Engines(), sampling=SamplingConfig(**sampling))
+
+
+def test_a_turn_has_the_mask_of_its_tokens_where_engines_return_masks() -> None:
+    engines = Engines()
+    engines.config = RolloutConfig(model_path="x", num_engines=2, engine_args={"return_sampling_mask": True})
+    with pytest.raises(ConfigError, match=r"SamplingConfig\.top_k=0"):
+        source(engines)
+    mask = ask(source(engines, sampling=SamplingConfig(top_k=2))).sampling_mask
+    assert mask is not None and mask.tolist() == [[0, 9], [9, -1]]

@@ -161,6 +161,8 @@ def test_lengths_of_an_evaluation_just_fit_or_are_refused(tmp_path: Path) -> Non
         ConfigError, match=r"^EvalConfig\.max_prompt_tokens=41: with max_response_tokens: \S+ has 64 positions"
     ):
         evaluation_module._check_model(EvalConfig(**options, max_prompt_tokens=41, max_response_tokens=24))
+    with pytest.raises(ConfigError, match=r"engine_args\['return_sampling_mask'\]=True: an evaluation trains on no samples"):
+        config_of(**{"rollout.engine_args": {"return_sampling_mask": True}, "top_k": 5, "temperature": 1.0})
     assert config_of(**{"rollout.max_model_len": 521}).rollout.max_model_len == 521
     with pytest.raises(ConfigError, match=r"^EvalConfig\.rollout\.max_model_len=520: must hold .*, 521; leave it out"):
         config_of(**{"rollout.max_model_len": 520})

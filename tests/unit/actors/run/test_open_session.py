@@ -37,8 +37,8 @@ def events(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         yield
         found.append("ray closed")
 
-    def share_cluster(ranks: int, engines: int = 0, *, take_turns: bool = True) -> ClusterShare:
-        found.append(("share", ranks, engines, take_turns))
+    def share_cluster(ranks: int, engines: int = 0, *, take_turns: bool = True, colocate: bool = False) -> ClusterShare:
+        found.append(("share", ranks, engines, take_turns, colocate))
         return ClusterShare(3, 5, 1)
 
     class Opened:
@@ -81,7 +81,7 @@ def test_ray_groups_and_engines_are_opened_in_order_and_closed_backwards(
         opened = len(events)
     engines = session.rollout.config
     runtime = config.replace(model="/cache/m").runtime_config()
-    assert events[:2] == [("ray", 6, 2), ("share", 6, 2, not ahead)]
+    assert events[:2] == [("ray", 6, 2), ("share", 6, 2, not ahead, False)]
     recover = "checkpoint" if ahead else "off"
     given = {"placement": "spread", "bounds": WaitBounds(9, 99), "recover": recover, "min_ranks": 0}
     assert events[2:4] == [("group", (runtime, 3, 3, 1), given)] * 2
@@ -100,7 +100,17 @@ def test_ray_groups_and_engines_are_opened_in_order_and_closed_backwards(
 def test_a_run_that_samples_nothing_has_no_engines(events: list[Any]) -> None:
     with open_session(SFTConfig(**OPTIONS)) as session:
         assert session.rollout is None and len(session.groups) == 1
-    assert events[:2] == [("ray", 1, 0), ("share", 1, 0, True)] and "engines closed" not in events
+    assert events[:2] == [("ray", 1, 0), ("share", 1, 0, True, False)] and "engines closed" not in events
+
+
+def test_engines_that_share_gpus_with_ranks_can_sleep(events: list[Any]) -> None:
+    with open_session(PPOConfig(**OPTIONS, reward="r", ranks=2, engines=2, colocate=True)) as session:
+        assert session.rollout is not None and session.rollout.config.sleep_mode
+    assert events[1] == ("share", 2, 2, True, True)
+    with pytest.raises(
+        ConfigError, match=r"PPOConfig\.colocate=True: engines share the GPUs of one training group, .* are 2"
+    ):
+        PPOConfig(**OPTIONS, reward="r", groups="each", colocate=True)
 
 
 def test_states_in_memory_need_no_checkpoints(events: list[Any]) -> None:

@@ -48,7 +48,7 @@ class Group:
     """A rollout group and its engines 0, 2 and 5 at one time."""
 
     def __init__(self) -> None:
-        self.config = SimpleNamespace(max_adapters=2, dtype="float32")
+        self.config = SimpleNamespace(max_adapters=2, dtype="float32", returns_masks=False)
         self.memory = Memory()
         self.infos = {
             engine: SimpleNamespace(pid=engine, name=f"engine {engine}", vocab_size=40, max_model_len=9)
@@ -349,6 +349,10 @@ def test_a_canary_names_the_engines_that_visibly_apply_the_adapter() -> None:
     ((function, version, sequences),) = train.asked
     assert function is adapter_push.log_probs_of_trainer and version == 5
     assert sequences == [(*prompt, 7, 0), (*prompt, 8, 8), (*prompt, 7, 5)], "each once"
+    assert not request.sampling.cuts
+    group.config.returns_masks = True
+    send_canary(Canary(), train, group, OF_RANK_1, ADAPTER)  # type: ignore[arg-type]
+    assert group.asked[-1][1].sampling.top_k == 40, "all words"
 
 
 @pytest.mark.parametrize("tolerance", [None, 0.1, 0.3])

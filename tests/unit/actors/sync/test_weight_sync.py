@@ -49,7 +49,7 @@ class Engines:
             for number, devices in enumerate(gpus)
         }
         self.lost_engines: dict[int, RLBackendError] = {}
-        self.config = SimpleNamespace(dtype="float32", tensor_parallel=2)
+        self.config = SimpleNamespace(dtype="float32", tensor_parallel=2, py_executable=None)
         self.answers: dict[str, dict[int, Any]] = {}
         self.asked: list[tuple[Any, ...]] = []
         self.attached = 0
@@ -120,6 +120,16 @@ def test_gpus_that_a_transport_cannot_share_or_must_share_are_named() -> None:
     assert not CudaIpcTransport().problem(plan, Engines(("A",), ("A", "B")))  # type: ignore[arg-type]
     problem = CudaIpcTransport().problem(plan, Engines(("B",), ("D", "A", "C")))  # type: ignore[arg-type]
     assert problem == "engine 1 uses GPUs without a training rank (C, D); use transport='nccl'"
+
+
+def test_transports_of_vllms_own_are_not_for_engines_of_another_environment() -> None:
+    plan = PushPlan("key", None, "float32", None, 0, (), "node", "host", ("A", "B"))
+    for transport, engines in ((NcclTransport(), Engines(("C",))), (CudaIpcTransport(), Engines(("A",)))):
+        assert choose_transport(plan, engines).name == transport.name  # type: ignore[arg-type]
+        assert not transport.problem(plan, engines)  # type: ignore[arg-type]
+        engines.config.py_executable = "/engines/bin/python"
+        assert choose_transport(plan, engines).name == "shared_memory"  # type: ignore[arg-type]
+        assert "RolloutConfig.py_executable gives engines another environment" in transport.problem(plan, engines)  # type: ignore[arg-type]
 
 
 def test_a_transport_is_made_by_its_name() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -287,6 +288,17 @@ def test_routes_of_all_turns_go_along() -> None:
     assert sequence.token_fields["routed_experts_mask"].tolist() == [True] * 4 + [False]
     with pytest.raises(BatchError, match="episode 1: a segment has no routes"):
         episode_sequences([episode(with_routes), HELD], routes=True)
+
+
+def test_masks_of_all_turns_go_to_the_positions_that_predict_their_tokens() -> None:
+    played = segment([("given", [1, 2]), ("sampled", [3]), ("given", [5]), ("sampled", [6])])
+    masks = np.array([[-1, -1], [-1, -1], [0, 3], [-1, -1], [6, -1]], dtype=np.int32)
+    other = replace(OTHER.segments[0], sampling_mask=np.array([[-1], [2]], dtype=np.int32))
+    episodes = [episode(replace(played, sampling_mask=masks)), episode(other)]
+    found = [each.token_fields["sampling_mask"].tolist() for each in episode_sequences(episodes)]
+    assert found == [[[-1, -1], [0, 3], [-1, -1], [6, -1], [-1, -1]], [[2, -1], [-1, -1]]]
+    with pytest.raises(BatchError, match="1 of 2 samples have a mask"):
+        episode_sequences([episodes[0], OTHER])
 
 
 def test_what_cannot_be_trained_on_is_refused() -> None:

@@ -179,5 +179,5 @@ def test_sampled_tokens_that_the_model_would_cut_are_counted_where_they_are_trai
     mask = batch.token_field("loss_mask")
     _, metrics = grpo_loss(output, batch)
     assert "mask_disagreement" not in metrics
-    _, metrics = grpo_loss(output._replace(was_cut=(torch.arange(batch.num_tokens) % 3 == 0).float()), batch)
+    _, metrics = grpo_loss(output._replace(mask_disagreement=(torch.arange(batch.num_tokens) % 3 == 0).float()), batch)
     assert metrics["mask_disagreement"] == (mask[::3].sum(), batch.meta["batch_num_tokens"])

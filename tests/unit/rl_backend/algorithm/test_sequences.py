@@ -28,6 +28,7 @@ class Sampled:
     prompt_ids: Sequence[int]
     response_ids: Sequence[int]
     log_probs: Sequence[float]
+    sampling_mask: None = None
 
     def with_routes(self, sequence: TokenSequence) -> TokenSequence:
         return sequence.with_fields({"routes": sequence.input_ids + 100})

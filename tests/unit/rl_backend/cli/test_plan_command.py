@@ -161,8 +161,8 @@ def test_sequences_are_not_longer_than_the_model_has_positions(tmp_path: Path, c
         (("--ranks", "1", "--lora.rank", "8"), "is of tenants=0 LoRA tenants; set tenants too"),
         (("--ranks", "1", "--tenants", "2", "--lora.targets", "q"), "LoRAConfig.targets='q': no module of this name"),
         (
-            ("--ranks", "1", "--tenants", "2", "--backend", "bridge"),
-            "with tenants=2: a plan knows native and bridge, and",
+            ("--ranks", "1", "--tenants", "2", "--backend", "bridge", "--lora.targets", "experts"),
+            "LoRAConfig.targets='experts'",
         ),
         (
             ("--ranks", "1", "--offload", "weights"),

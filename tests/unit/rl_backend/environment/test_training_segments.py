@@ -97,6 +97,19 @@ def test_a_generation_that_does_not_add_up_is_refused(turn: object, problem: str
         EpisodeRecord().add([1, 2], turn)  # type: ignore[arg-type]
 
 
+def test_a_segment_has_the_masks_of_its_turns_in_one_width() -> None:
+    record = EpisodeRecord()
+    record.add([1, 2], generation([3, 4], mask=np.array([[3], [4]], dtype=np.int32)))
+    record.add([1, 2, 3, 4, 9], generation([6], mask=np.array([[5, 6]], dtype=np.int32)))
+    mask = record.segments()[0].sampling_mask
+    assert mask is not None and mask.dtype == np.int32
+    assert mask.tolist() == [[-1, -1], [-1, -1], [3, -1], [4, -1], [-1, -1], [5, 6]]
+    with pytest.raises(BatchError, match="'sampling_mask': 1"):
+        record.add([7], generation([3, 4], mask=np.array([[3]], dtype=np.int32)))
+    record.add([7], generation([8]))
+    assert record.segments()[1].sampling_mask is None
+
+
 def test_routes_of_some_turns_alone_are_refused() -> None:
     record = EpisodeRecord()
     record.add([1], generation([2], routes=np.zeros((1, 1, 1), dtype=np.uint8)))

@@ -77,8 +77,8 @@ def test_a_layer_that_is_computed_again_is_kept_in_the_backward_pass_alone(tmp_p
     layer = two.kept - one.kept
     assert three.kept - two.kept == layer > scores
     inputs = 256 // tp * 1024 * 2
-    # Two float32 copies for the last norm, and the hidden states of all tokens for the head.
-    end = (2 * 256 // tp * 1024 * 4 + 256 * 1024 * 2) if last else 0
+    # Two float32 copies for the last norm, and the hidden states and logits of all tokens for the head.
+    end = (2 * 256 // tp * 1024 * 4 + 256 * 1024 * 2 + 256 * (32000 // tp) * 4) if last else 0
     assert one.kept == layer + end
     for number in (1, 3):
         kept_whole, kept_inputs = plain.stage(NATIVE, number, last=last), again.stage(NATIVE, number, last=last)

@@ -13,7 +13,7 @@ from rl_backend.contracts import BatchError, PackedBatch, SamplingCuts
 from rl_backend.primitive import log_prob
 from rl_backend.primitive.adapters import AdapterRun, Factors
 from rl_backend.primitive.log_prob import NextToken, VocabularyShard, next_token_log_probs
-from tests.support.token_cuts import of_kept
+from tests.support.token_cuts import mask_beside, of_kept
 from tests.unit.rl_backend.primitive.test_log_prob_shards import H, T, V, inputs, on_ranks
 
 TEMPERATURE = torch.linspace(0.3, 2.0, T, dtype=torch.float64)
@@ -43,16 +43,22 @@ def mixed(log_probs: Tensor, entropy: Tensor) -> Tensor:
     return (log_probs * mix[0]).sum() + (entropy * mix[1]).sum()
 
 
-@pytest.mark.parametrize(("top_k", "top_p", "min_p"), CUTS)
-def test_log_probs_are_those_of_the_words_that_are_kept(top_k: int, top_p: float, min_p: float) -> None:
+@pytest.mark.parametrize(
+    ("top_k", "top_p", "min_p", "masked"), [*((*each, False) for each in CUTS), (7, 1.0, 0.0, True), (50, 0.9, 0.001, True)]
+)
+def test_log_probs_are_those_of_the_words_that_are_kept(top_k: int, top_p: float, min_p: float, masked: bool) -> None:
+    """By the model's own logits; or with a mask, by what an engine says."""
     cuts = SamplingCuts(top_p, top_k, min_p)
     hidden, weight, bias, labels = inputs()
     leaves = [each.clone().requires_grad_() for each in (hidden, weight, bias)]
     logits = (leaves[0] @ leaves[1].t() + leaves[2]) / TEMPERATURE[:, None]
     labels = some_kept(logits, labels)
-    log_probs, entropy, was_cut = of_kept(logits, labels, cuts)
+    if masked:
+        cuts = cuts._replace(mask=mask_beside(logits.detach(), labels, cuts))
+    log_probs, entropy, differs = of_kept(logits, labels, cuts)
     gradients = torch.autograd.grad(mixed(log_probs, entropy), leaves)
-    assert was_cut[1] == 0 and (top_k == V or was_cut.sum() >= 3)
+    assert (0 < differs[1] < 1 and differs[0] < differs[1]) if masked else differs[1] == 0
+    assert top_k == V or differs.sum() >= 2
 
     def run(start: int, stop: int, shard: VocabularyShard | None) -> tuple[NextToken, tuple[Tensor, ...]]:
         own = [each.clone().requires_grad_() for each in (hidden, weight[start:stop], bias[start:stop])]
@@ -72,14 +78,15 @@ def test_log_probs_are_those_of_the_words_that_are_kept(top_k: int, top_p: float
     whole = run(0, V, None)
     parts, _ = on_ranks(lambda rank, start, stop, shard: run(start, stop, shard))
     for found, _ in (whole, *parts):
-        torch.testing.assert_close((found.log_probs, found.entropy, found.was_cut), (log_probs, entropy, was_cut))
+        torch.testing.assert_close((found.log_probs, found.entropy, found.mask_disagreement), (log_probs, entropy, differs))
     torch.testing.assert_close(whole[1], gradients)
     torch.testing.assert_close(sum(part[0] for _, part in parts), gradients[0])
     for place in (1, 2):
         torch.testing.assert_close(torch.cat([part[place] for _, part in parts]), gradients[place])
 
 
-def test_an_adapter_of_the_head_is_cut_by_its_own_logits() -> None:
+@pytest.mark.parametrize("masked", [False, True])
+def test_an_adapter_of_the_head_is_cut_by_its_own_logits_or_what_an_engine_says(masked: bool) -> None:
     cuts, (hidden, weight, _, labels) = SamplingCuts(0.9, 20), inputs()
     generator = torch.Generator().manual_seed(4)
     a, b = (torch.randn(shape, generator=generator, dtype=torch.float64) for shape in ((3, H), (V, 3)))
@@ -87,9 +94,11 @@ def test_an_adapter_of_the_head_is_cut_by_its_own_logits() -> None:
     labels = some_kept(logits, labels)
     factors = Factors(a, b, torch.zeros_like(a), torch.zeros_like(b), 0.5, 0.0, 0)
     runs = [AdapterRun(0, 4, {}), AdapterRun(4, T, {"lm_head": factors})]
+    if masked:
+        cuts = cuts._replace(mask=mask_beside(logits, labels, cuts))
     found = next_token_log_probs(hidden, weight, labels, adapters=runs, chunk_tokens=4, cuts=cuts)
     log_probs, _, was_cut = of_kept(logits, labels, cuts)
-    torch.testing.assert_close((found.log_probs, found.was_cut), (log_probs, was_cut))
+    torch.testing.assert_close((found.log_probs, found.mask_disagreement), (log_probs, was_cut))
 
 
 def test_nan_of_one_token_is_its_own() -> None:
@@ -98,9 +107,11 @@ def test_nan_of_one_token_is_its_own() -> None:
     expected = next_token_log_probs(hidden, weight, labels, **options)
     hidden[3] = torch.nan
     found = next_token_log_probs(hidden, weight, labels, **options)
-    assert found.log_probs[3].isnan() and found.was_cut is not None and expected.was_cut is not None
+    assert found.log_probs[3].isnan() and found.mask_disagreement is not None and expected.mask_disagreement is not None
     others = torch.arange(T) != 3
-    for mine, other in zip((found.log_probs, found.was_cut), (expected.log_probs, expected.was_cut), strict=True):
+    for mine, other in zip(
+        (found.log_probs, found.mask_disagreement), (expected.log_probs, expected.mask_disagreement), strict=True
+    ):
         assert torch.equal(mine[others], other[others])
 
 
@@ -108,7 +119,7 @@ def test_words_far_below_the_likeliest_are_kept_where_the_likely_ones_are_too_fe
     logits = torch.full((1, 40), -100.0, dtype=torch.float64)
     logits[0, :3] = torch.tensor([0.0, -1.0, -2.0])
     found = next_token_log_probs(logits, torch.eye(40, dtype=torch.float64), torch.tensor([30]), cuts=SamplingCuts(1.0, 5))
-    assert found.was_cut is not None and found.was_cut.item() == 0
+    assert found.mask_disagreement is not None and found.mask_disagreement.item() == 0
     assert found.log_probs.item() == pytest.approx(-100.0 - math.log(1 + math.exp(-1) + math.exp(-2)))
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -9,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from actors.cluster.placement import memory_environment
 from rl_backend.contracts import HandleError, UnsupportedError
 from rl_backend.runtime import handle as handle_module
 from rl_backend.runtime.handle import Offload
@@ -209,3 +213,30 @@ def test_a_part_that_is_away_is_moved_once_and_one_that_is_forgotten_counts_as_t
         offload.offload("model", [second, second[1:]])
         offload.reload("model")
         assert second.tolist() == [4.0] * 5
+
+
+_KEPT = """
+import torch
+
+from rl_backend.runtime.handle import Offload
+
+
+def heap():
+    maps = open("/proc/self/smaps").read().split("[heap]")[1].splitlines()
+    return next(int(line.split()[1]) * 1024 for line in maps if line.startswith("Rss:"))
+
+
+below, tensor, above = torch.ones(2**20), torch.ones(2**24), torch.ones(2**20)
+offload, before = Offload("policy", torch.device("cpu")), heap()
+assert before > 2**26, "the heap has the tensor"
+offload.offload("model", [tensor])
+assert heap() < before - 2**26 + 2**20, (before, heap())
+offload.reload("model")
+assert tensor.sum() == 2**24 and above.sum() == below.sum() == 2**20
+"""
+
+
+def test_the_system_gets_back_what_leaves_a_rank_that_keeps_freed_memory() -> None:
+    environment = {**os.environ, **memory_environment()}
+    ran = subprocess.run([sys.executable, "-c", _KEPT], capture_output=True, text=True, timeout=60, env=environment)
+    assert ran.returncode == 0, ran.stderr[-2000:]

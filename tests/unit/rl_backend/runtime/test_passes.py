@@ -161,9 +161,9 @@ def test_a_model_that_does_not_give_what_the_meta_asks_for_is_refused() -> None:
     found = results(lambda *_: (torch.ones((), requires_grad=True), {}))
     top: dict[str, Tensor | None] = {"top_ids": torch.zeros(7, 3, dtype=torch.int64), "top_log_probs": torch.zeros(7, 3)}
     asked = replace(DATA[2], meta={"top_log_probs": 3, "top_p": 0.5})
-    for missing, shape in (("top_ids", "(7, 3)"), ("top_log_probs", "(7, 3)"), ("was_cut", "(7,)")):
+    for missing, shape in (("top_ids", "(7, 3)"), ("top_log_probs", "(7, 3)"), ("mask_disagreement", "(7,)")):
         with pytest.raises(UnsupportedError) as caught:
-            found.add(2, asked, output(2, **{**top, "was_cut": torch.zeros(7), missing: None}))
+            found.add(2, asked, output(2, **{**top, "mask_disagreement": torch.zeros(7), missing: None}))
         assert str(caught.value) == f"the model returned {missing} of shape None for micro-batch 2; expected {shape}"
-    found.add(2, asked, output(2, **top, was_cut=torch.zeros(7)))
+    found.add(2, asked, output(2, **top, mask_disagreement=torch.zeros(7)))
     found.add(2, asked, ModelOutput(values=torch.zeros(7)))

@@ -52,6 +52,7 @@ def request(*data: PackedBatch, **options: Any) -> PassRequest:
 GOOD = batch([0, 9, 3, 4, 5, 6], [4, 2])
 ROUTES = {"routed_experts": torch.tensor([[[0, 5]], [[1, 2]]])}
 KEYS = {"indexed_keys": torch.tensor([[[0, -1]], [[1, 0]]])}
+MASK = {"sampling_mask": torch.tensor([[3, 5], [-1, -1]])}
 MOE = {"routed_experts_layers": "moe"}
 
 
@@ -70,8 +71,17 @@ MOE = {"routed_experts_layers": "moe"}
         ),
         (batch([1], sequence_fields={"temperature": torch.tensor([0.0])}), r": temperature 0\.0; it must be above 0$", {}),
         (batch([1, 2], None, {"indexed_keys": KEYS["indexed_keys"] + 5}), r": indexed_keys", {"name": "indexed_keys"}),
+        (batch([1, 2], None, MASK, meta={"top_k": 2}), r": sampling_mask has no place for", {"name": "sampling_mask"}),
+        (
+            batch([1, 3], None, {"sampling_mask": MASK["sampling_mask"] + 7}, meta={"top_k": 2}),
+            r": .* 0 to 9 at token 0",
+            {},
+        ),
     ],
-    ids=["tokens", "longest", "beyond", "negative", "temperature", "second temperature", "no temperature", "keys"],
+    ids=[
+        *("tokens", "longest", "beyond", "negative", "temperature", "second temperature", "no temperature", "keys"),
+        *("mask", "mask beyond"),
+    ],
 )
 def test_a_micro_batch_that_cannot_run_is_told_by_its_number_and_what_is_wrong_with_it(
     refused: PackedBatch, message: str, details: dict[str, Any]
@@ -118,7 +128,7 @@ def test_adapters_are_asked_last() -> None:
 
 
 def test_a_checksum_is_of_all_that_the_ranks_of_a_replica_must_have_in_common() -> None:
-    fields = {**ROUTES, "routed_experts_mask": torch.tensor([True, False]), **KEYS, "weights": torch.zeros(2)}
+    fields = {**ROUTES, "routed_experts_mask": torch.tensor([True, False]), **KEYS, **MASK, "weights": torch.zeros(2)}
     same = checksum([batch([1, 2], None, fields), batch([3, 4])])
     assert same == checksum([batch([1, 2], None, dict(fields)), batch([3, 4])])
     changed = [
@@ -128,7 +138,7 @@ def test_a_checksum_is_of_all_that_the_ranks_of_a_replica_must_have_in_common() 
         [batch([1, 2], None, fields), batch([3, 4], [1, 1])],
         *(
             [batch([1, 2], None, {**fields, name: fields[name].flip(0)}), batch([3, 4])]
-            for name in ("routed_experts", "routed_experts_mask", "indexed_keys")
+            for name in ("routed_experts", "routed_experts_mask", "indexed_keys", "sampling_mask")
         ),
     ]
     assert same not in (others := [checksum(each) for each in changed]) and len(set(others)) == len(others)

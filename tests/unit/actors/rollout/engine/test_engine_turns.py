@@ -71,13 +71,13 @@ def answers(server: RolloutEngine, count: int) -> dict[int, Response | RLBackend
     return found
 
 
-@pytest.mark.parametrize("routed", [False, True])
+@pytest.mark.parametrize(("routed", "masked"), [(False, False), (True, False), (True, True), (False, True)])
 def test_each_turn_is_answered_under_its_own_key(
-    make: Callable[..., RolloutEngine], monkeypatch: pytest.MonkeyPatch, routed: bool
+    make: Callable[..., RolloutEngine], monkeypatch: pytest.MonkeyPatch, routed: bool, masked: bool
 ) -> None:
     counted: list[tuple[str, float, dict[str, str]]] = []
     monkeypatch.setattr("actors.cluster.prometheus.count", lambda name, amount, **tags: counted.append((name, amount, tags)))
-    server = make(return_routed_experts=routed)
+    server = make(return_routed_experts=routed, engine_args={"return_sampling_mask": masked})
     server._vllm.moe_layers = (2, 0)
     server.start_turns([turn(70, [1, 2, 3]), turn(50, [4], 21, adapter=POET)])
     found = answers(server, 2)
@@ -98,6 +98,8 @@ def test_each_turn_is_answered_under_its_own_key(
             assert answer.routes[:, :, 0].tolist() == [[10 * row + 2, 10 * row] for row in range(rows)]
         else:
             assert answer.routes is None
+        masks = None if answer.sampling_mask is None else answer.sampling_mask.tolist()
+        assert masks == ([[0, token] for token in answer.token_ids] if masked else None)
     of_long = [(name.removeprefix("rl_backend_"), amount) for name, amount, _ in counted if amount > 1]
     assert of_long == [("rollout_tokens_total", 3), ("turn_prompt_tokens_total", 3), ("turn_cached_tokens_total", 2)]
     assert [name for name, _, _ in counted].count("rl_backend_rollout_responses_total") == 2

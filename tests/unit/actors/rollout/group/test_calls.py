@@ -72,8 +72,10 @@ def test_samples_are_in_the_callers_order_each_with_its_own_version_and_routes(r
     tokens = [(10,), (11, 12), (13,), (14, 15, 16), (17,), (18,)]
     rows = [1, 2, 2, 4, 1, 1]  # tokens of prompt and response, without the last
     routes = [np.full((count, 1, 1), number, dtype=np.uint8) for number, count in enumerate(rows)]
+    masks = [np.full((len(each), 1), number, dtype=np.int32) for number, each in enumerate(tokens)]
+    facts = [{"routes": rows, "sampling_mask": mask} for rows, mask in zip(routes, masks, strict=True)]
     answers = [
-        response(*each, version=version, engine=4 if number < 4 else 7, **({"routes": routes[number]} if routed else {}))
+        response(*each, version=version, engine=4 if number < 4 else 7, **(facts[number] if routed else {}))
         for number, (each, version) in enumerate(zip(tokens, versions, strict=True))
     ]
     pending = Pending()
@@ -92,8 +94,9 @@ def test_samples_are_in_the_callers_order_each_with_its_own_version_and_routes(r
         experts = [each.routes.experts.ravel().tolist() for each in found if each.routes is not None]
         assert experts == [[number] * count for number, count in enumerate(rows)]
         assert [each.routes.weight_version for each in found if each.routes is not None] == versions
+        assert all(each.sampling_mask is mask for each, mask in zip(found, masks, strict=True))
     else:
-        assert all(each.routes is None for each in found)
+        assert all(each.routes is None and each.sampling_mask is None for each in found)
 
 
 def test_the_first_error_is_raised_again_and_what_is_still_sampled_is_given_up() -> None:

@@ -372,6 +372,51 @@ def test_engines_neither_sleep_nor_wake_while_weights_or_adapters_are_pushed(clu
     group.close()
 
 
+def test_no_engine_is_started_again_while_the_others_have_given_their_memory_away(cluster: Cluster) -> None:
+    group = RolloutGroup(config())
+    group.engine_set.note(1, EngineDeadError("engine 1 died"))
+    group.sleep(2)
+    group.sleep(2)
+    with pytest.raises(RolloutError, match=r"engine 2 cannot start while engines sleep; call wake_up\(\) first"):
+        group.restart(2)
+    heal = threading.Thread(target=group._replace, args=(1,), kwargs={"lost_only": True}, daemon=True)
+    heal.start()
+    heal.join(0.05)
+    assert heal.is_alive() and len(cluster.made) == 3
+    group.wake_up("weights")
+    heal.join(10)
+    assert not heal.is_alive() and living(group) == (0, 1, 2)
+    group.sleep()
+    group.close()
+    assert not any(lock.locked() for lock in group._restarting.values())
+    assert group._replace(0, lost_only=True) is None and len(cluster.made) == 4, "a closed group starts none"  # type: ignore[func-returns-value]
+
+
+def test_engines_that_are_lost_or_lack_weights_do_not_keep_the_others_awake(cluster: Cluster) -> None:
+    group = RolloutGroup(config(max_restarts=1))
+    group.healing.close()
+    group.engine_set.heals = True
+    publisher: Any = SimpleNamespace(give=lambda engines: False)
+    group.publisher = publisher
+    group.restart(1)
+    assert living(group) == (0, 2)
+    cluster.of(2).answers["sleep"] = EngineDeadError("engine 2 died")
+    group.sleep(2)
+    assert [cluster.of(engine).asked[-1] for engine in (0, 1)] == [("sleep", 2)] * 2 and living(group) == (0,)
+    group.wake_up("weights")
+    assert [cluster.of(engine).asked[-1] for engine in (0, 1)] == [("wake_up", "weights")] * 2
+    cluster.of(0).answers["wake_up"] = WeightCheckError("another error")
+    with pytest.raises(WeightCheckError, match="another error"):
+        group.wake_up("kv_cache")
+    for engine in (0, 1):
+        group.engine_set._lose(engine, cluster.of(engine), EngineDeadError("dead"))
+    group.wake_up("kv_cache")
+    group.engine_set.heals = False
+    with pytest.raises(EngineDeadError, match="no rollout engine is left"):
+        group.wake_up("kv_cache")
+    group.close()
+
+
 def test_a_fixed_set_stays_with_the_processes_of_its_time(cluster: Cluster) -> None:
     group = RolloutGroup(config())
     group.engine_set.note(2, EngineDirtyError("dirty"))

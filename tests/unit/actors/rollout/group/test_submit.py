@@ -123,7 +123,12 @@ def test_what_no_engine_could_answer_is_asked_of_none() -> None:
     ):
         with pytest.raises(error, match=message):
             group.submit(prompts, sampling, seeds=seeds)
+    group.config = group.config.replace(engine_args={"return_sampling_mask": True})
+    with pytest.raises(ConfigError, match=r"SamplingConfig\.top_k=0: .* vLLM takes no request without it"):
+        group.submit([[1]], SamplingConfig(top_p=0.5))
     assert not group.asked
+    group.submit([[1]], SamplingConfig(top_k=5))
+    assert len(group.asked) == 1
 
 
 @pytest.mark.parametrize("interrupted", [False, True])

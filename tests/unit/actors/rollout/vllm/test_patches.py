@@ -6,7 +6,9 @@ import importlib
 import inspect
 import itertools
 import socket
+import tempfile
 from collections.abc import Sequence
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -25,11 +27,14 @@ from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import Un
 from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 from vllm.model_executor.models.gpt_oss import GptOssModel
+from vllm.utils.network_utils import get_file_store_init_method
+from vllm.v1.executor import multiproc_executor, uniproc_executor
 from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler
 from vllm.v1.sample.sampler import Sampler
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
 from actors.rollout.vllm import patches
+from actors.wire import segment
 
 
 def method(kind: Any, **fields: Any) -> Any:
@@ -362,6 +367,23 @@ def test_a_store_listens_on_its_own_address_alone(monkeypatch: pytest.MonkeyPatc
     assert client.get("key") == b"value"
     with socket.socket() as elsewhere:
         assert elsewhere.connect_ex(("127.0.0.1", port)) != 0
+
+
+def test_workers_meet_by_a_file_that_goes_when_the_engine_has_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # What makes the patch needed.
+    assert Path(get_file_store_init_method().removeprefix("file://")).parent == Path(tempfile.gettempdir())
+    for executor in (uniproc_executor, multiproc_executor):
+        monkeypatch.setattr(executor, "get_file_store_init_method", get_file_store_init_method)
+    for module in (segment, patches):
+        monkeypatch.setattr(module, "DIRECTORY", tmp_path)
+    patches.meet_in_shared_memory()
+    for executor in (uniproc_executor, multiproc_executor):
+        file = Path(executor.get_file_store_init_method().removeprefix("file://"))
+        assert file.parent == tmp_path and not file.exists()
+        file.touch()
+    assert segment.stale_segments() == []
+    monkeypatch.setattr(segment, "start_time", lambda pid: "")
+    assert len(segment.stale_segments()) == 2
 
 
 class GptOss(nn.Module):

@@ -15,7 +15,6 @@ import torch
 from actors.rollout.config import RolloutConfig
 from actors.rollout.vllm import process
 from actors.rollout.vllm.process import in_our_words, prepare_process, process_environment, start_vllm
-from actors.wire import segment
 from rl_backend.contracts import CheckpointError, ConfigError, RolloutError, UnsupportedError
 
 ENVIRONMENT = ("VLLM_LOGGING_LEVEL", "VLLM_ENABLE_V1_MULTIPROCESSING", "VLLM_NO_USAGE_STATS", "VLLM_HOST_IP")
@@ -112,12 +111,9 @@ def vllm(monkeypatch: pytest.MonkeyPatch) -> Started:
     import vllm as package
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
     from vllm.engine.arg_utils import EngineArgs
-    from vllm.v1.executor import multiproc_executor, uniproc_executor
 
     # As if an engine's process had imported the worker: what that changes in vLLM is not for this process.
     monkeypatch.setitem(WeightTransferEngineFactory._registry, "rl_backend", None)
-    for executor in (multiproc_executor, uniproc_executor):
-        monkeypatch.setattr(executor, "get_file_store_init_method", executor.get_file_store_init_method)
     made = Started()
     monkeypatch.setattr(package, "LLM", made.llm, raising=False)
     monkeypatch.setattr(EngineArgs, "__post_init__", lambda arguments: None)
@@ -172,25 +168,6 @@ def test_vllm_is_started_with_what_the_configuration_says(vllm: Started, tmp_pat
     names = ("load_format", "max_num_batched_tokens", "skip_tokenizer_init", "enforce_eager")
     assert [vllm.arguments[name] for name in names] == ["rl_backend", 8192, True, True]
     assert (vllm.arguments["kv_cache_memory_bytes"], vllm.arguments["distributed_executor_backend"]) == (2**30, "uni")
-
-
-def test_workers_meet_by_a_file_that_goes_when_the_engine_has_ended(
-    vllm: Started, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from vllm.v1.executor import multiproc_executor, uniproc_executor
-
-    folder = tmp_path / "shared"
-    folder.mkdir()
-    monkeypatch.setattr(segment, "DIRECTORY", folder)
-    monkeypatch.setattr(process, "DIRECTORY", folder)
-    start(tmp_path)
-    for executor in (uniproc_executor, multiproc_executor):
-        file = Path(executor.get_file_store_init_method().removeprefix("file://"))
-        assert file.parent == folder and not file.exists()
-        file.touch()
-    assert segment.stale_segments() == []
-    monkeypatch.setattr(segment, "start_time", lambda pid: "")
-    assert len(segment.stale_segments()) == 2
 
 
 DELTANET = {"model_type": "qwen3_next"}

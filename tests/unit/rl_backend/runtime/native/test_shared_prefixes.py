@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten
 
 from rl_backend.contracts import (
+    SAMPLING_MASK,
     TARGET_IDS,
     BatchError,
     ForwardResult,
@@ -20,6 +21,7 @@ from rl_backend.contracts import (
     ModelOutput,
     NativeConfig,
     PackedBatch,
+    SamplingCuts,
     TokenSequence,
 )
 from rl_backend.contracts.lora import LORA_FIELD
@@ -35,7 +37,15 @@ from tests.support.drafting import write_drafting
 from tests.support.indexed_keys import first_keys, with_keys
 from tests.support.models import write_tiny
 from tests.support.moe import write_moe
-from tests.support.native import assert_near, gradients, open_in_float64, open_runtime, relative_difference, weights
+from tests.support.native import (
+    VOCAB_SIZE,
+    assert_near,
+    gradients,
+    open_in_float64,
+    open_runtime,
+    relative_difference,
+    weights,
+)
 from tests.support.qwen3_5 import write_qwen3_5, write_qwen3_next
 from tests.support.random_trees import distinct_beginnings, sequences_of_a_tree
 from tests.support.sparse_models import write_sparse
@@ -55,7 +65,9 @@ def weighted_loss(
     return total, {}
 
 
-def batch_of(sequences: Sequence[Tensor], seed: int = 0, *, targets: int = 0, **meta: Any) -> PackedBatch:
+def batch_of(
+    sequences: Sequence[Tensor], seed: int = 0, *, targets: int = 0, masked: bool = False, **meta: Any
+) -> PackedBatch:
     generator = torch.Generator().manual_seed(seed)
     rows = []
     for ids in sequences:
@@ -66,6 +78,10 @@ def batch_of(sequences: Sequence[Tensor], seed: int = 0, *, targets: int = 0, **
         if targets:
             fields[TARGET_IDS] = torch.randint(0, 4, width, generator=generator)
             fields[TARGET_IDS][0] = -100
+        if masked:
+            # Words of its own at each token, also where several begin alike.
+            drawn = torch.rand(len(ids), VOCAB_SIZE, generator=generator).scatter(1, ids.roll(-1)[:, None], 2.0)
+            fields[SAMPLING_MASK] = drawn.topk(6).indices.sort(1).values
         temperature = torch.tensor([0.7, 1.3])[int(torch.randint(0, 2, (), generator=generator))]
         rows.append(TokenSequence(ids, fields, {"temperature": temperature}))
     return pack(rows, {"calculate_entropy": True, **meta})
@@ -206,6 +222,7 @@ def test_multi_token_prediction_is_trained_on_whole_sequences(
         ("log_probs", {}, {"targets": 1}),
         ("log_probs", {}, {"targets": 2}),
         ("log_probs", {}, {"top_log_probs": 3, "top_k": 5}),
+        ("log_probs", {}, {"masked": True, "top_k": 5}),
     ],
 )
 def test_every_head_and_whatever_is_asked_of_it_is_the_same(
@@ -407,6 +424,20 @@ def test_a_row_predicts_once_for_each_label_and_temperature() -> None:
     assert two.of_rows.tolist() == [0, 0, 1, 1, 1, 2, 3] and two.labels.shape == (7, 2)
     assert torch.equal(two.temperature[two.of_tokens], temperatures) and torch.equal(two.of_rows[two.of_tokens], rows)
     assert torch.equal(two.labels[two.of_tokens][:, 1], labels)
+
+
+def test_with_masks_a_row_predicts_for_each_token_that_was_sampled() -> None:
+    rows = torch.tensor([0, 1, 2, 0, 1, 3, 0, 1])
+    labels = torch.tensor([5, 6, -100, 5, -100, -100, 5, -100])
+    mask = torch.arange(8)[:, None].expand(-1, 2)
+    wanted = each_prediction_once(rows, labels, torch.linspace(0.5, 1.0, 8), SamplingCuts(top_k=2, mask=mask))
+    assert wanted.of_rows is not None and wanted.of_tokens is not None and wanted.cuts is not None
+    asked = labels != -100
+    assert wanted.cuts.mask is not None and wanted.cuts.top_k == 2
+    assert torch.equal(wanted.cuts.mask[wanted.of_tokens][asked], mask[asked])
+    assert torch.equal(wanted.of_rows[wanted.of_tokens], rows) and torch.equal(wanted.labels[wanted.of_tokens], labels)
+    same = each_prediction_once(rows, labels, 0.5, SamplingCuts(top_k=2, mask=mask))
+    assert same.of_rows is not None and same.of_rows.tolist() == [0, 0, 0, 1, 1, 2, 3]
 
 
 NAMES = ("narrow", "middle", "critic")

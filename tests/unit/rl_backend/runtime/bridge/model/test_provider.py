@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import re
 from dataclasses import dataclass
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,6 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+import rl_backend
 from rl_backend.contracts import ConfigError, ParallelConfig
 from rl_backend.runtime.bridge.config import BridgeConfig, megatron_sizes
 from rl_backend.runtime.bridge.model import provider as module
@@ -250,3 +253,13 @@ def test_deterministic_kernels_are_asked_for_unless_the_environment_forbids_them
     assert os.environ[name] == "0"
     require_deterministic_kernels()
     monkeypatch.delenv(name)
+
+
+def test_no_other_file_names_what_megatron_deprecates() -> None:
+    package = Path(rl_backend.__file__).parent
+    named = {
+        file.relative_to(package).as_posix()
+        for file in package.rglob("*.py")
+        if re.search(r"gpt_provider|GPTModel|provide_distributed_model", file.read_text())
+    }
+    assert named == {"runtime/bridge/model/provider.py"}

@@ -41,6 +41,20 @@ def test_a_padded_batch_has_a_row_for_each_sequence(multiple: int, columns: int,
     assert laid_out.heads == () and laid_out.adapters == () and laid_out.segments is None
 
 
+def test_laying_out_keeps_places_alone_for_the_backward_pass() -> None:
+    """Outputs of adapted layers are as large as activations."""
+    laid_out, kept = lay_out_padded(packed(), 1, mark_padding=False), list[Tensor]()
+    hidden = torch.randn(8, 5, dtype=torch.float64, requires_grad=True)
+
+    def there_and_back(x: Tensor) -> Tensor:
+        return laid_out.pack(laid_out.unpack(x) * 2)
+
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x) or x, lambda x: x):
+        there_and_back(hidden)
+    assert kept and not any(tensor.is_floating_point() for tensor in kept)
+    assert torch.autograd.gradcheck(there_and_back, hidden)
+
+
 @pytest.mark.parametrize(
     ("multiple", "total", "boundaries", "longest"),
     [

@@ -1,0 +1,54 @@
+"""Ranks and engines on the same GPUs: whose turn it is to have memory there."""
+
+from collections.abc import Callable
+from typing import Literal
+
+from actors.rollout.group.group import RolloutGroup
+from actors.sync.report import PushReport
+from actors.train.model import GroupModel
+
+
+class Colocation:
+    """Engines sleep while ranks train, and the ranks' models are in host memory while engines sample.
+
+    Weights of engines are beside nothing but the weights that are pushed to them, and keys and values are beside nothing of
+    the ranks. It begins with engines that are awake.
+    """
+
+    def __init__(self, rollout: RolloutGroup) -> None:
+        self._rollout = rollout
+        self._models: list[GroupModel] = []
+        self._turn: Literal["ranks", "engines"] = "engines"
+
+    def add(self, model: GroupModel) -> None:
+        """Of a model that was built in the turn of the ranks."""
+        self._models.append(model)
+
+    def to_ranks(self) -> bool:
+        """Whether the turn was the engines' until now. They forget their weights: the next push brings others."""
+        if self._turn == "ranks":
+            return False
+        self._rollout.sleep(level=2)
+        for model in self._models:
+            model.to("device")
+        self._turn = "ranks"
+        return True
+
+    def to_engines(self, policy: GroupModel, push: Callable[[], PushReport]) -> PushReport:
+        """Gives engines the memory, and in between the weights of ``policy``."""
+        pushed = policy.base or policy.handle
+        for model in self._models:
+            model.to("cpu", model=(model.base or model.handle) != pushed)
+        self._rollout.wake_up("weights")
+        report = push()
+        for model in self._models:
+            model.to("cpu")
+        # Last, when nothing of the ranks is left: keys and values take all that is free.
+        self._rollout.wake_up("kv_cache")
+        self._turn = "engines"
+        return report
+
+    def describe(self) -> str:
+        on_cpus = not any(info.device_ids for info in self._rollout.infos.values())
+        kept = "; on CPUs sleeping engines free keys and values alone, and ranks nothing" if on_cpus else ""
+        return f"ranks and engines have memory in turn{kept}"
