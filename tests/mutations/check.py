@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -25,7 +24,7 @@ def _problems_of(fault: Fault, root: Path) -> Iterator[str]:
         yield "it changes nothing, names no test or does not say why it matters"
     try:
         place = fault.place(root)
-        ast.parse(place.text, str(place.file))
+        compile(place.text, str(place.file), "exec", dont_inherit=True)  # quicker than to parse: no tree is made
     except (ValueError, SyntaxError) as error:
         yield f"{type(error).__name__}: {error}".removeprefix("ValueError: ")
     try:

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 import torch
 from torch import Tensor
@@ -163,8 +163,11 @@ class ReaderFilesLoader(DefaultModelLoader):
 
     # vLLM alone reads every *.safetensors file of a directory without an index, also those beside model.safetensors, and
     # nothing but consolidated*.safetensors where there is one.
-    def _prepare_weights(self, model_name_or_path: str, *_: object, **__: object) -> tuple[str, list[str], bool]:
-        return model_name_or_path, [str(file) for file in HFReader(model_name_or_path).files], True
+    def _prepare_weights(self, model_name_or_path: str, *_: object, **__: object) -> Any:
+        files = [str(file) for file in HFReader(model_name_or_path).files]
+        # From 0.32 vLLM asks for the name of an index too, which it reads where a part of a model is left out.
+        found = (model_name_or_path, files, True, "model.safetensors.index.json")
+        return found[: len(get_args(get_type_hints(DefaultModelLoader._prepare_weights)["return"]))]
 
 
 class WorkerExtension:

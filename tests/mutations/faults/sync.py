@@ -552,4 +552,12 @@ FAULTS = [
         ("test_transports_of_vllms_own_are_not_for_engines_of_another_environment",),
         "handles of one PyTorch would be opened by another",
     ),
+    Fault(
+        "files-in-the-words-of-one-version",
+        "actors.rollout.vllm.worker:ReaderFilesLoader._prepare_weights",
+        'return found[: len(get_args(get_type_hints(DefaultModelLoader._prepare_weights)["return"]))]',
+        "return found",
+        ("test_an_engine_reads_the_files_that_the_trainer_reads",),
+        "engines would start with one version of vLLM and fail with the other",
+    ),
 ]
