@@ -48,7 +48,8 @@ _numbers = itertools.count(1)
 _STAGING = "adapter staging"
 
 
-_TOLERANCES = {"float32": 1e-5, "bfloat16": 0.2, "float16": 0.05}
+# In float32 log-probs of SmolLM2-135M are up to 4e-5 from those in float64, the trainer's and the engine's alike.
+_TOLERANCES = {"float32": 1e-4, "bfloat16": 0.2, "float16": 0.05}
 _PROBE = SamplingConfig(max_new_tokens=8)
 
 
@@ -59,7 +60,7 @@ class Canary:
     Attributes:
         prompt: token ids; None takes eight, spread over the vocabulary.
         tolerance: largest difference of a log-prob from the trainer's, in nats, times the log-prob where that is beyond -1.
-            None takes 1e-5 in float32, 0.05 in float16 and 0.2 in bfloat16.
+            None takes 1e-4 in float32, 0.05 in float16 and 0.2 in bfloat16.
     """
 
     prompt: tuple[int, ...] | None = None

@@ -145,9 +145,11 @@ class IdleRanks:
 
 def _look_at_idle(here: Mapping[int, Process], stopped: dict[int, float], closed: threading.Event) -> None:
     # By looks and not by a clock: where this process stood still itself, nobody has been stopped for long.
+    looks = dict.fromkeys(here, 0)
     while not closed.wait(LOOK_SECONDS):
         for rank, process in here.items():
-            stopped[rank] = stopped[rank] + LOOK_SECONDS if process.is_stopped else 0.0
+            looks[rank] = looks[rank] + 1 if process.is_stopped else 0
+            stopped[rank] = max(looks[rank] - 1, 0) * LOOK_SECONDS
 
 
 def _is_stopped(info: RankInfo) -> bool:

@@ -152,7 +152,7 @@ def test_peers_that_wait_for_one_that_failed_are_stopped_at_once_and_one_that_co
     told: ToldRay, monkeypatch: pytest.MonkeyPatch, answers: bool
 ) -> None:
     group, slow, looks = ToldGroup(3, told), Ref(comes=False), []
-    group.members.__dict__["failure_grace"] = 1000.0
+    group.members.__dict__["failure_grace"] = 10.0
     group.ranks.infos = tuple(RankInfo(rank, "node", "10.0.0.1", 100 + rank) for rank in range(3))
     group.ranks.bounds = WaitBounds()
 

@@ -154,15 +154,13 @@ def test_one_that_was_stopped_while_nobody_waited_for_it_is_seen_at_the_first_lo
 
 
 def test_ranks_are_looked_at_until_they_end_or_nobody_has_them(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
-    def looks() -> int:
-        return sum(thread.name == "look at idle ranks" for thread in threading.enumerate())
-
     monkeypatch.setattr(module, "LOOK_SECONDS", 0.02)
-    before, closed, dropped = looks(), IdleRanks(()), IdleRanks(())
-    assert looks() == before + 2
+    before, closed, dropped = set(threading.enumerate()), IdleRanks(()), IdleRanks(())
+    made = set(threading.enumerate()) - before
+    assert len(made) == 2
     closed.close()
     del dropped
-    until(lambda: looks() == before)
+    until(lambda: not made & set(threading.enumerate()))
 
 
 def test_what_was_stopped_is_gone_when_others_take_its_place(process: subprocess.Popen[bytes]) -> None:
