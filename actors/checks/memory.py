@@ -185,7 +185,7 @@ def _free(config: RunConfig, gpus: int) -> int:
     if not gpus:
         return read_memory()[1]
     total = int(torch.cuda.get_device_properties(0).total_memory)
-    if not isinstance(config, SampledConfig) or config.colocate or gpus > 1 or config.rollout.kv_cache_gib is not None:
+    if not isinstance(config, SampledConfig) or config.colocates or gpus > 1 or config.rollout.kv_cache_gib is not None:
         return total
     # A rank and an engine share the only one.
     engine = with_share(config.rollout, ClusterShare(1, 1, 0.5))

@@ -20,7 +20,10 @@ print(json.dumps([platform.python_version(), ray, importlib.util.find_spec("vllm
 def why_not_for_engines(executable: str) -> str:
     """Why Ray cannot start engines with the Python ``executable`` on this machine, in words; empty where it can."""
     try:
-        told = subprocess.run([executable, "-c", _ASKED], capture_output=True, text=True, timeout=_SECONDS, check=False)
+        # Elsewhere than here, where a folder of that name would count as installed.
+        told = subprocess.run(
+            [executable, "-c", _ASKED], capture_output=True, text=True, timeout=_SECONDS, check=False, cwd="/"
+        )
         python, of_ray, has_vllm = json.loads(told.stdout)
     except (OSError, subprocess.TimeoutExpired) as error:
         return f"it cannot be run: {error}"

@@ -227,11 +227,12 @@ def gpus_each(ranks: int, engines: int, gpus: int | None = None, *, colocate: bo
     if gpus is None:
         gpus = int(ray.cluster_resources().get("GPU", 0))
     if gpus and colocate:
-        if engines <= ranks <= gpus:
+        # On a GPU without a rank Ray would put two engines.
+        if engines <= ranks == gpus:
             return _BESIDE_AN_ENGINE
         raise ConfigError(
             f"{ranks} training ranks, of all groups, take a GPU each, and {engines} engines share those of as many ranks "
-            f"(colocate); the cluster has {gpus}: ask for no more engines than ranks and no more ranks than GPUs"
+            f"(colocate); the cluster has {gpus}: ask for a rank for each GPU and no more engines than ranks, or hide GPUs"
         )
     if gpus == 0 or gpus >= ranks + engines:
         return min(gpus, 1)

@@ -123,9 +123,10 @@ class RolloutConfig(BaseConfig):
             before it counts as dead; in a push by gloo, also seconds that it and a training rank wait for each other.
         sampling_timeout: seconds in which an engine that serves ends one of its requests. One that does not counts as dead
             and is ended.
-        engine_args: further keyword arguments of ``vllm.EngineArgs``; unknown ones are refused before an engine starts. With
-            ``return_sampling_mask`` samples have the words that each token was sampled from (``Sample.sampling_mask``), and
-            training takes its log-probs over them; for GPUs, and for samples with ``top_k`` at a temperature above 0 alone.
+        engine_args: further keyword arguments of ``vllm.EngineArgs``; unknown ones are refused before an engine starts, or,
+            with ``py_executable``, when it starts. With ``return_sampling_mask`` samples have the words that each token was
+            sampled from (``Sample.sampling_mask``), and training takes its log-probs over them; for GPUs, and for samples
+            with ``top_k`` at a temperature above 0 alone.
     """
 
     model_path: str = Field(min_length=1)

@@ -1,11 +1,13 @@
 """Ranks and engines on the same GPUs: whose turn it is to have memory there."""
 
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Literal
 
 from actors.rollout.group.group import RolloutGroup
 from actors.sync.report import PushReport
 from actors.train.model import GroupModel
+from rl_backend.contracts import RLBackendError
 
 
 class Colocation:
@@ -19,6 +21,10 @@ class Colocation:
         self._rollout = rollout
         self._models: list[GroupModel] = []
         self._turn: Literal["ranks", "engines"] = "engines"
+
+    @property
+    def is_engines_turn(self) -> bool:
+        return self._turn == "engines"
 
     def add(self, model: GroupModel) -> None:
         """Of a model that was built in the turn of the ranks."""
@@ -35,12 +41,22 @@ class Colocation:
         return True
 
     def to_engines(self, policy: GroupModel, push: Callable[[], PushReport]) -> PushReport:
-        """Gives engines the memory, and in between the weights of ``policy``."""
+        """Gives engines the memory, and in between the weights of ``policy``.
+
+        After a push that failed it is still the ranks' turn, and engines have no weights.
+        """
         pushed = policy.base or policy.handle
         for model in self._models:
             model.to("cpu", model=(model.base or model.handle) != pushed)
         self._rollout.wake_up("weights")
-        report = push()
+        try:
+            report = push()
+        except RLBackendError:
+            # What the loop does next, to save above all, needs all of them; ranks that are lost have none.
+            with suppress(RLBackendError):
+                for model in self._models:
+                    model.to("device")
+            raise
         for model in self._models:
             model.to("cpu")
         # Last, when nothing of the ranks is left: keys and values take all that is free.

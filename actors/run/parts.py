@@ -128,7 +128,7 @@ class Parts:
             self._sync = enter(WeightSync(policy.group, rollout, policy.handle, transport=transport, merged=merged))
 
     def push(self) -> PushReport:
-        """Where ranks and engines have memory in turn, it is the engines' turn afterwards."""
+        """Brings the policy's weights to the engines, and the memory too, where ranks and engines have it in turn."""
         assert self._sync is not None, "connect comes first"
         assert self._policy is not None, "connect comes first"
         if self._colocation is None:
@@ -139,6 +139,19 @@ class Parts:
     def colocation(self) -> str:
         """In words, how ranks and engines share memory; empty where each has its own."""
         return "" if self._colocation is None else self._colocation.describe()
+
+    @property
+    def ranks_are_away(self) -> bool:
+        """Whether all models are in host memory, because it is the engines' turn."""
+        return self._colocation is not None and self._colocation.is_engines_turn
+
+    def require_engines(self) -> None:
+        """Raises :class:`RLBackendError` where engines sleep."""
+        if self._colocation is not None and not self._colocation.is_engines_turn:
+            raise RLBackendError(
+                "engines cannot sample now: with colocate they sleep from collect, save_model or build_model until the next "
+                "push; call push before"
+            )
 
     def to_ranks(self) -> bool:
         """Gives ranks the memory that engines had; whether there was anything to give."""

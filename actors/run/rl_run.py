@@ -22,6 +22,7 @@ class SampledRun[C: SampledConfig, B: CollectedBatch](Run[C]):
 
     def collect(self) -> B:
         """The batch of the step. With ``colocate`` engines sleep afterwards; the phase ``hand_over``."""
+        self._parts.require_engines()
         batch: B = self._sampled.collect(self._step, self._clock)
         if self._parts.to_ranks():
             self.lap("hand_over")
@@ -32,7 +33,8 @@ class SampledRun[C: SampledConfig, B: CollectedBatch](Run[C]):
 
         With ``colocate`` ranks move to host memory, so a checkpoint that is due is saved before.
         """
-        if self.config.colocate:
+        if self.config.colocates:
+            self._parts.to_ranks()
             self._saver.save(self._step, self._clock)
         return self._sampled.push(self._step, self.lap)
 

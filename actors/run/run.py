@@ -33,7 +33,7 @@ from actors.watch.health_metrics import HealthWarnings
 from actors.watch.metrics import Clock, EngineEvents
 from actors.watch.trace import TraceSource
 from rl_backend.checkpoint.peft_files import write_peft_directory
-from rl_backend.contracts import Head, OptimizerConfig, RLBackendError, RuntimeConfig
+from rl_backend.contracts import ConfigError, Head, OptimizerConfig, RLBackendError, RuntimeConfig
 from rl_backend.lab.text import as_number, finite
 
 # Of a checkpoint's state: metrics of its step and health, under names that checkpoints have.
@@ -86,6 +86,9 @@ class Run[C: RunConfig]:
     ) -> None:
         self._began = command_began(take=session is None)
         self._phases = Phases(label, self._began)
+        if session is not None and config.colocates:
+            problem = "a session may serve other runs too, whose engines would sleep; give no session, or set colocate=False"
+            raise ConfigError.of(f"{type(config).__name__}.colocate", True, problem)
         config = with_local_model(config)
         self.label = label
         # In the order of what it costs: nothing is started for a run that cannot begin.
@@ -224,12 +227,14 @@ class Run[C: RunConfig]:
         self.last_metrics = dict(metrics)
         # First: with async_save files are written while the step is evaluated. Ranks that are in host memory by now saved
         # before the push.
-        if not self.config.colocates:
+        if not self._parts.ranks_are_away:
             self._saver.save(step, clock)
         measured = {**metrics, **clock.rates, "peak_memory_gib": self._parts.peak_memory / 2**30}
         warnings = self._health.warnings(step, measured | free_disk(self.folder.path))
         also: dict[str, float] = {}
         if sampling is not None:
+            if sampling.evaluates(step):
+                self._parts.require_engines()
             measured |= sampling.end_step(step, measured.get("log_prob_gap", 0.0), clock) | self._engines.take()
             also["weight_version"] = sampling.version
         heard, self._heard = self._heard, []
@@ -286,7 +291,8 @@ class Run[C: RunConfig]:
         return path
 
     def _end_after(self, step: int) -> NoReturn:
-        self._parts.to_ranks()
+        if self._saver.lacks(step):
+            self._parts.to_ranks()
         checkpoint = self._saver.end(step, self._state(), self._position)
         how = f"after step {step} of {self.config.steps}"
         if checkpoint is None:

@@ -168,15 +168,18 @@ class Sampling[B: CollectedBatch]:
         if not math.isfinite(log_prob_gap):
             raise RLBackendError(f"step {step}: the log-prob gap between trainer and vLLM is {log_prob_gap}")
         self._totals.end_step(log_prob_gap)
-        every = self._config.eval_every
-        if not (step == self._config.steps or (every and step % every == 0)):
+        if not self.evaluates(step):
             return {}
         results, metrics = self._evaluate(step)
-        if results:
-            clock.lap("evaluate")
-            if len(results) > 1 or results[0].held_out.sampling.n > 1:
-                self._say_held_out(f"after step {step}", results)
+        clock.lap("evaluate")
+        if len(results) > 1 or results[0].held_out.sampling.n > 1:
+            self._say_held_out(f"after step {step}", results)
         return metrics
+
+    def evaluates(self, step: int) -> bool:
+        """Whether held-out sets are answered when this step ends."""
+        every = self._config.eval_every
+        return bool(self._inputs.held_out) and (step == self._config.steps or (every > 0 and step % every == 0))
 
     def log_samples(self, step: int) -> None:
         assert self._batch is not None, "a step collects before it ends"
@@ -205,8 +208,6 @@ class Sampling[B: CollectedBatch]:
         return report
 
     def _evaluate(self, step: int) -> tuple[list[HeldOutResult], dict[str, float]]:
-        if not self._inputs.held_out:
-            return [], {}
         results = self._source.answer_held_out()
         for result in results:
             self._say_failures(f"held-out set {result.held_out.name}", result.failures)

@@ -49,9 +49,13 @@ class RunSaver:
                 model.group.load_checkpoint(model.handle, start.checkpoint.model(name))
 
     def save(self, step: int, clock: Clock) -> None:
-        if self._is_due(step):
+        if self._is_due(step) and self._saved != step:
             self._begin(step)
             clock.lap("save")
+
+    def lacks(self, step: int) -> bool:
+        """Whether :meth:`end` saves the models."""
+        return bool(self._config.save_every) and self._saved != step
 
     def end(self, step: int, parts: Mapping[str, Any], position: StreamPosition | None = None) -> Path | None:
         """Commits a checkpoint of ``step``, after which a run ends early, and waits until it is written; None without
@@ -59,7 +63,7 @@ class RunSaver:
         """
         if not self._config.save_every:
             return None
-        if self._saved != step:
+        if self.lacks(step):
             self._begin(step)
             self.commit(step, parts, position)
         self.finish()

@@ -187,7 +187,8 @@ def open_session(config: RunConfig, phases: Phases | None = None) -> Iterator[Se
         with phases.phase("ray", ray_is()):
             stack.enter_context(ray_session(ranks, engines))
         share = share_cluster(ranks, engines, take_turns=not config.batches_ahead, colocate=config.colocates)
-        runtime = config.runtime_config()
+        # Both before anything is started: they refuse what does not fit this share.
+        runtime, wanted = config.runtime_config(), config.rollout_config(share)
         with phases.phase("ranks", f"starting {count(ranks, 'training rank')} of {config.train.backend}"):
             groups = [
                 stack.enter_context(
@@ -204,7 +205,6 @@ def open_session(config: RunConfig, phases: Phases | None = None) -> Iterator[Se
                 )
                 for _ in range(config.training_groups)
             ]
-        wanted = config.rollout_config(share)
         rollout = None
         if wanted is not None:
             with (
@@ -240,9 +240,6 @@ def log_of_engines(folder: str | None) -> Iterator[None]:
 
 @contextmanager
 def borrowed_session(session: Session, config: RunConfig) -> Iterator[Session]:
-    if config.colocates:
-        problem = "models and engines of a session may be at work for others too; leave the session out, or colocate"
-        raise ConfigError.of(f"{type(config).__name__}.colocate", True, problem)
     with raised_on_sigterm():
         session.require(config)
         if not config.pushes_adapters:

@@ -175,8 +175,8 @@ class PeersOfFailed:
     _times: int = 0
 
     def look(self, infos: Sequence[RankInfo]) -> bool:
-        """Whether all of them have waited for a transfer in all of the last looks, each in one place: for the failed one, or
-        for each other, so that none will answer.
+        """Whether all of them have waited for a transfer in all of the last looks, each in one place: most likely for the
+        failed one. A transfer among themselves that takes longer than these looks cannot be told from that.
         """
         now = places_in_code(infos)
         waiting = 0 < len(now) == len(infos) and all(place.waits for place in now.values())

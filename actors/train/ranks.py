@@ -177,7 +177,7 @@ class TrainRanks:
             else:
                 if not failures:
                     # Peers that do not fail as well are most likely in a collective, and would wait for it until it times
-                    # out. On a GPU they are not seen to.
+                    # out. On a GPU that cannot be seen.
                     deadline = time.monotonic() + self.members.failure_grace
                 failures[rank_of[ready[0]]] = outcome
         if failures:

@@ -24,8 +24,8 @@ class ModelOutput(NamedTuple):
         top_log_probs: (T, K), theirs, at the batch's temperature; without a gradient.
         mask_disagreement: with :attr:`PackedBatch.cuts`, 1 where they leave the next token out, by this model, and 0
             elsewhere; ``log_probs`` and ``entropy`` are of the distribution over the tokens that are kept, and the next one.
-            With their ``mask`` they are over its tokens, and this is the share of the tokens, of its and those that this
-            model would keep, that are not both.
+            With their ``mask`` they are over its tokens, and this is the share of the tokens in it, or kept by this model,
+            that only one of the two has.
     """
 
     log_probs: Tensor | None = None

@@ -527,7 +527,7 @@ def _cut_at(
 def _disagreement(
     tokens: Tokens, weight: Tensor, chunk_tokens: int, cuts: tuple[Cut, Listed], shard: VocabularyShard | None
 ) -> Tensor:
-    """(N,): the share of the words that one or both keep which both do not."""
+    """(N,): of the words that either keeps, the share that only one keeps."""
     buffer = buffers_for(tokens, weight, chunk_tokens, count=1)[0]
     counts = cuts[0].largest.new_zeros(len(tokens.hidden), 2)
     for chunk in tokens.chunks(chunk_tokens):

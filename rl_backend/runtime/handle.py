@@ -28,7 +28,7 @@ class Offload:
 
     A part is moved by emptying and refilling the storages of its tensors: every view and alias (FSDP's shards, Megatron's
     buffers, the optimizer's references) stays valid, nothing is rebuilt, and results are bit-identical. On a CPU it works
-    the same way; the copies take as much as is freed.
+    the same way and saves no memory: the copies are in the same memory.
     """
 
     handle_name: str

@@ -236,7 +236,9 @@ class RolloutGroup:
         have moved their weights away. Keys and values are then never beside what trains.
         """
         self._tell_all("wake_up", part)
-        self._allow_starts()
+        # One that starts takes all it needs: beside weights alone there may be ranks. With none left, a push waits for one.
+        if part != "weights" or not self.engine_set.engines:
+            self._allow_starts()
 
     def _allow_starts(self) -> None:
         held, self._asleep = self._asleep, None

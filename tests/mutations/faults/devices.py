@@ -9,6 +9,8 @@ _LAYOUTS = "test_layouts_that_a_family_does_not_have_are_refused"
 _LOCKED = "test_as_much_is_locked_as_asked_for_and_no_longer_than_it_is_used"
 _BESIDE_ENGINES = "test_nothing_but_pushed_weights_is_beside_engines_and_nothing_at_all_beside_keys_and_values"
 _COLOCATED = "test_a_run_saves_before_ranks_move_away_and_takes_the_memory_back_to_save_the_model"
+_ASLEEP = "test_engines_that_sleep_are_not_asked"
+_WITHOUT_PUSH = "test_a_step_is_saved_once_also_without_a_push_or_with_one_after_its_end"
 _TRANSFERS = "test_transfers_of_megatron_end_as_nccl_runs_them_and_no_host_waits"
 
 FAULTS = [
@@ -274,7 +276,7 @@ FAULTS = [
     Fault(
         "a-colocated-run-saves-after-its-ranks-have-moved-away",
         "actors.run.rl_run:SampledRun.push",
-        "if self.config.colocate:",
+        "if self.config.colocates:",
         "if False:",
         (_COLOCATED,),
         "a run with colocate would save no checkpoint",
@@ -296,9 +298,65 @@ FAULTS = [
         "Ctrl-C would lose what came since the last checkpoint",
     ),
     Fault(
+        "a-colocated-run-samples-from-engines-that-sleep",
+        "actors.run.rl_run:SampledRun.collect",
+        "self._parts.require_engines()",
+        "pass",
+        (_ASLEEP,),
+        "episodes would wait for ever for engines that sleep",
+    ),
+    Fault(
+        "a-colocated-run-evaluates-with-engines-that-sleep",
+        "actors.run.run:Run.end_step",
+        "if sampling.evaluates(step):",
+        "if False:",
+        (_ASLEEP,),
+        "held-out episodes would wait for ever",
+    ),
+    Fault(
+        "a-colocated-step-without-a-push-saves-nothing",
+        "actors.run.run:Run.end_step",
+        "if not self._parts.ranks_are_away:",
+        "if not self.config.colocates:",
+        (_WITHOUT_PUSH,),
+        "a run would lose its last checkpoint",
+    ),
+    Fault(
+        "a-step-is-saved-again-by-its-push",
+        "actors.run.saver:RunSaver.save",
+        "if self._is_due(step) and self._saved != step:",
+        "if self._is_due(step):",
+        (_WITHOUT_PUSH,),
+        "a checkpoint without the loop's state would be committed",
+    ),
+    Fault(
+        "ranks-stay-in-host-memory-after-a-failed-push",
+        "actors.run.colocation:Colocation.to_engines",
+        'model.to("device")',
+        "pass",
+        ("test_after_a_push_that_failed_ranks_have_their_memory_back",),
+        "a loop that goes on could not save",
+    ),
+    Fault(
+        "lost-engines-start-beside-ranks",
+        "actors.rollout.group.group:RolloutGroup.wake_up",
+        'if part != "weights" or not self.engine_set.engines:',
+        "if True:",
+        ("test_no_engine_is_started_again_while_the_others_have_given_their_memory_away",),
+        "an engine would not find room for its keys and values",
+    ),
+    Fault(
+        "engines-on-gpus-without-ranks",
+        "actors.cluster.placement:gpus_each",
+        "if engines <= ranks == gpus:",
+        "if engines <= ranks <= gpus:",
+        ("test_gpus_without_a_rank_and_engines_without_one_are_refused",),
+        "Ray would put two engines on one GPU",
+    ),
+    Fault(
         "colocated-runs-share-sessions",
-        "actors.run.session:borrowed_session",
-        "if config.colocates:",
+        "actors.run.run:Run.__init__",
+        "if session is not None and config.colocates:",
         "if False:",
         ("test_a_session_of_others_is_refused",),
         "engines would sleep under other runs",

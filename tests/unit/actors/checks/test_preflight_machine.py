@@ -93,7 +93,7 @@ def test_devices_are_divided_over_ranks_and_engines(
     ("number", "changes", "message"),
     [
         (4, {"ranks": 3, "engines": 2}, r"^GRPOConfig\.ranks=3: 3 training ranks, of all groups, and 2 engines take a GPU"),
-        (3, {"ranks": 4, "engines": 4, "colocate": True}, r"^GRPOConfig\.ranks=4: .* has 3: ask for no more engines than"),
+        (3, {"ranks": 4, "engines": 4, "colocate": True}, r"^GRPOConfig\.ranks=4: .* has 3: ask for a rank for each GPU"),
         (
             2,
             {"ranks": 2, "colocate": True, "rollout.tensor_parallel": 2},

@@ -16,7 +16,7 @@ from actors.cluster.session import RunStopped
 from actors.run import StopRequest
 from actors.run.colocation import Colocation
 from actors.train.model import GroupModel
-from rl_backend.contracts import ConfigError
+from rl_backend.contracts import ConfigError, RLBackendError
 from tests.support import sampled_runs
 from tests.support.sampled_runs import config_of, held_out_sets, inputs_of, without_ray
 
@@ -154,10 +154,10 @@ class Sync(sampled_runs.Sync):
         return super().push()
 
 
-def opened(monkeypatch: pytest.MonkeyPatch, config: Any) -> list[Any]:
+def opened(monkeypatch: pytest.MonkeyPatch, config: Any, *names: str) -> list[Any]:
     """What ranks and engines do in a run that opens them itself."""
     events: list[Any] = []
-    without_ray(monkeypatch, config, lambda: inputs_of(config, held_out_sets("x")))
+    without_ray(monkeypatch, config, lambda: inputs_of(config, held_out_sets(*names)))
     trainer, engines = Trainer(config, events), SleepingEngines(config, events)
     monkeypatch.setattr("actors.run.parts.WeightSync", Sync)
 
@@ -193,7 +193,7 @@ def test_a_run_saves_before_ranks_move_away_and_takes_the_memory_back_to_save_th
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = config_of(tmp_path, colocate=True, save_every=2, steps=3, eval_dataset=f"{tmp_path}/train.jsonl")
-    events = opened(monkeypatch, config)
+    events = opened(monkeypatch, config, "x")
     take_steps(config, events)
     turn = [BATCH, "sleep", "device"]
     assert events == [
@@ -210,17 +210,81 @@ def test_a_run_that_is_stopped_takes_the_memory_back_for_its_checkpoint_and_cont
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = config_of(tmp_path, colocate=True, save_every=9, steps=3)
-    events = opened(monkeypatch, config)
+    events = opened(monkeypatch, config, "x")
     with pytest.raises(RunStopped):
         take_steps(config, events, stop_in=2)
     assert events[-5:] == ["cpu", "wake kv_cache", "sleep", "device", "save policy"]
-    events = opened(monkeypatch, config)
+    events = opened(monkeypatch, config, "x")
     take_steps(config, events)
     assert events[:3] == ["sleep", "load", "wake weights"] and "train 3" in events and "train 2" not in events
+
+
+@pytest.mark.parametrize("when", ["before the next step", "before an evaluation"])
+def test_engines_that_sleep_are_not_asked(when: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    held_out = {} if when == "before the next step" else {"eval_dataset": f"{tmp_path}/train.jsonl", "eval_every": 1}
+    config = config_of(tmp_path, colocate=True, steps=3, **held_out)
+    opened(monkeypatch, config, "x")
+    with RLRun(config) as run:
+        policy = run.build_model("policy")
+        run.begin("Mine", {"policy": policy})
+        steps = run.steps()
+        next(steps)
+        metrics = run.collect().metrics | {"log_prob_gap": 0.0, "step_ok": 1.0}
+        run.push()
+        run.save_model(policy)
+        if not held_out:
+            run.end_step(metrics)
+            next(steps)
+        with pytest.raises(RLBackendError, match=r"^engines cannot sample now: with colocate .* call push before$"):
+            run.end_step(metrics) if held_out else run.collect()
+        run.push()
+        run.collect()
+
+
+@pytest.mark.parametrize("push", ["never", "after the end"])
+def test_a_step_is_saved_once_also_without_a_push_or_with_one_after_its_end(
+    push: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = config_of(tmp_path, colocate=True, save_every=1, keep_checkpoints=0, steps=1)
+    events = opened(monkeypatch, config)
+    with RLRun(config) as run:
+        policy = run.build_model("policy")
+        run.begin("Mine", {"policy": policy})
+        for _ in run.steps():
+            batch = run.collect()
+            run.end_step(batch.metrics | {"log_prob_gap": 0.0, "step_ok": 1.0})
+            if push == "after the end":
+                run.push()
+    assert events.count("save policy") == 1
+    (committed,) = (tmp_path / "run" / "checkpoints").glob("step-*")
+    assert any("collector" in file.read_text() for file in committed.glob("*.json"))
+
+
+def test_after_a_push_that_failed_ranks_have_their_memory_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = config_of(tmp_path, colocate=True, save_every=1, steps=1)
+    events = opened(monkeypatch, config)
+    with RLRun(config) as run:
+        policy = run.build_model("policy")
+        run.begin("Mine", {"policy": policy})
+        for _ in run.steps():
+            batch = run.collect()
+            with monkeypatch.context() as fails:
+                fails.setattr(sampled_runs.Sync, "push", lambda sync: refuse())
+                with pytest.raises(RLBackendError, match="refused"):
+                    run.push()
+            run.save_model(policy)
+            run.push()
+            run.end_step(batch.metrics | {"log_prob_gap": 0.0, "step_ok": 1.0})
+    last = events[events.index(BATCH) :]
+    assert last == [BATCH, "sleep", "device", "save policy", "wake weights", "push", "device", "save model", *PUSH]
+
+
+def refuse() -> None:
+    raise RLBackendError("refused")
 
 
 def test_a_session_of_others_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = config_of(tmp_path, colocate=True)
     session, _, _ = without_ray(monkeypatch, config, lambda: inputs_of(config))
-    with pytest.raises(ConfigError, match=r"RLConfig\.colocate=True: .* leave the session out"), RLRun(config, session):
-        pass
+    with pytest.raises(ConfigError, match=r"RLConfig\.colocate=True: .* give no session, or set colocate=False"):
+        RLRun(config, session)

@@ -70,7 +70,7 @@ def engines(*devices: tuple[str, ...], node_id: str = "a") -> Any:
         number: SimpleNamespace(node_id=node_id, host="host", device="cuda", device_ids=ids, name=f"engine {number}")
         for number, ids in enumerate(devices)
     }
-    return SimpleNamespace(infos=infos, engines=tuple(infos))
+    return SimpleNamespace(infos=infos, engines=tuple(infos), config=SimpleNamespace(py_executable=None))
 
 
 @pytest.mark.parametrize(

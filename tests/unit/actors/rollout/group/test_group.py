@@ -384,6 +384,9 @@ def test_no_engine_is_started_again_while_the_others_have_given_their_memory_awa
     heal.join(0.05)
     assert heal.is_alive() and len(cluster.made) == 3
     group.wake_up("weights")
+    heal.join(0.05)
+    assert heal.is_alive() and len(cluster.made) == 3, "ranks have their weights there still"
+    group.wake_up("kv_cache")
     heal.join(10)
     assert not heal.is_alive() and living(group) == (0, 1, 2)
     group.sleep()

@@ -19,6 +19,7 @@ class Response(NamedTuple):
     prompt_ids: list[int]
     response_ids: list[int]
     log_probs: list[float]
+    sampling_mask: None = None
 
     def with_routes(self, sequence: TokenSequence) -> TokenSequence:
         return sequence
