@@ -117,7 +117,7 @@ FAULTS = [
     Fault(
         "no-checkpoint-of-a-run-that-is-stopped",
         "actors.run.saver:RunSaver.end",
-        "if self._saved != step:",
+        "if self.lacks(step):",
         "if self._saved is None:",
         ("test_a_run_that_is_stopped_continues_as_if_it_had_not_been",),
         "the step that a run finishes after SIGTERM would be lost",
