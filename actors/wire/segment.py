@@ -60,7 +60,17 @@ class SharedSegment:
 
 def owned_name() -> Path:
     """A new name in shared memory; what has it is removed after this process has ended, as segments are."""
-    return DIRECTORY / f"{_PREFIX}-{_namespace()}-{os.getpid()}-{start_time(os.getpid())}-{next(_numbers)}"
+    return DIRECTORY / f"{_own_prefix()}-{next(_numbers)}"
+
+
+def remove_own() -> None:
+    """Removes all that has an :func:`owned_name` of this process, which is about to end."""
+    for path in DIRECTORY.glob(f"{_own_prefix()}-*"):
+        path.unlink(missing_ok=True)
+
+
+def _own_prefix() -> str:
+    return f"{_PREFIX}-{_namespace()}-{os.getpid()}-{start_time(os.getpid())}"
 
 
 def map_segment(path: str, nbytes: int) -> Tensor:

@@ -23,7 +23,7 @@ from actors.rollout.engine.step_loop import Completion, Stepper, Stretch
 from actors.rollout.engine.weights import WeightReceiver
 from actors.rollout.messages import EngineInfo, Request, Response, WakePart, mask_of, prompt_problem, routes_of
 from actors.rollout.placement import NodePlace
-from actors.wire.segment import drop_names, host_identity, remove_stale_segments
+from actors.wire.segment import drop_names, host_identity, remove_own, remove_stale_segments
 from rl_backend.contracts import BatchError, ConfigError, RLBackendError, RolloutError, UnsupportedError
 from rl_backend.trace.recorder import TraceBatch, recorder
 
@@ -221,8 +221,9 @@ class RolloutEngine:
         return recorder.take_batch(stop=stop)
 
     def close(self) -> None:
-        """Frees the engine's own segment; the process is about to be killed."""
+        """Frees the engine's own segment and files; the process is about to be killed."""
         self._weights.close()
+        remove_own()
 
     def require_push(self) -> None:
         self._vllm.serving.require_push()
