@@ -226,7 +226,7 @@ def cuts_job(model: str, backend: str, layout: str, masks: list[Tensor]) -> dict
     ("backend", "layout"),
     sampled(
         cases(LAYOUTS, ("one rank", "dp2", "tp2", "pp2")),
-        *(("native", "tp2"), ("native", "pp2"), ("bridge", "tp2")),
+        *(("native", "tp2"), ("native", "cp2"), ("native", "pp2"), ("bridge", "tp2")),
     ),
 )
 def test_log_probs_are_over_the_tokens_that_are_kept(ranks: RankPool, model: str, backend: str, layout: str) -> None:

@@ -122,7 +122,7 @@ FAULTS = [
         "rl_backend.runtime.native.forward_backward:_predictions",
         "cuts = cuts._replace(mask=layout.take(cuts.mask, -1))",
         "pass",
-        ("test_log_probs_are_over_the_tokens_that_are_kept[native-tp2]",),
+        ("test_log_probs_are_over_the_tokens_that_are_kept[native-cp2]",),
         "ranks with a part of the tokens would have the masks of others",
     ),
     Fault(
