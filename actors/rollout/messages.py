@@ -14,7 +14,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from actors.rollout.config import MASKS, SamplingConfig
-from rl_backend.contracts import BatchError, RolloutError, TokenSequence, WeightVersionError, route_fields
+from rl_backend.contracts import BatchError, RolloutError, SamplingMask, TokenSequence, WeightVersionError, route_fields
 
 STOPPED_LOOKS = 6
 """In a row, at heartbeats: 3 s in which a process was stopped. Debuggers stop one for moments, too."""
@@ -23,8 +23,6 @@ type WakePart = Literal["all", "weights", "kv_cache"]
 type EngineState = Literal["serving", "paused", "dirty", "asleep"]
 type FinishReason = Literal["stop", "length", "abort"]
 type ExpertIds = NDArray[np.integer[Any]]
-type SamplingMask = NDArray[np.int32]
-"""(tokens, K): the ids of the words that each response token was sampled from, in ascending order, and -1 behind."""
 
 
 @dataclass(frozen=True)

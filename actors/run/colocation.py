@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Literal
 
 from actors.rollout.group.group import RolloutGroup
 from actors.sync.report import PushReport
@@ -15,16 +14,15 @@ class Colocation:
 
     Weights of engines are beside nothing but the weights that are pushed to them, and keys and values are beside nothing of
     the ranks. It begins with engines that are awake.
+
+    Attributes:
+        engines_turn: else it is the ranks'.
     """
 
     def __init__(self, rollout: RolloutGroup) -> None:
         self._rollout = rollout
         self._models: list[GroupModel] = []
-        self._turn: Literal["ranks", "engines"] = "engines"
-
-    @property
-    def is_engines_turn(self) -> bool:
-        return self._turn == "engines"
+        self.engines_turn = True
 
     def add(self, model: GroupModel) -> None:
         """Of a model that was built in the turn of the ranks."""
@@ -32,12 +30,12 @@ class Colocation:
 
     def to_ranks(self) -> bool:
         """Whether the turn was the engines' until now. They forget their weights: the next push brings others."""
-        if self._turn == "ranks":
+        if not self.engines_turn:
             return False
         self._rollout.sleep(level=2)
         for model in self._models:
             model.to("device")
-        self._turn = "ranks"
+        self.engines_turn = False
         return True
 
     def to_engines(self, policy: GroupModel, push: Callable[[], PushReport]) -> PushReport:
@@ -61,7 +59,7 @@ class Colocation:
             model.to("cpu")
         # Last, when nothing of the ranks is left: keys and values take all that is free.
         self._rollout.wake_up("kv_cache")
-        self._turn = "engines"
+        self.engines_turn = True
         return report
 
     def describe(self) -> str:

@@ -143,11 +143,11 @@ class Parts:
     @property
     def ranks_are_away(self) -> bool:
         """Whether all models are in host memory, because it is the engines' turn."""
-        return self._colocation is not None and self._colocation.is_engines_turn
+        return self._colocation is not None and self._colocation.engines_turn
 
     def require_engines(self) -> None:
         """Raises :class:`RLBackendError` where engines sleep."""
-        if self._colocation is not None and not self._colocation.is_engines_turn:
+        if self._colocation is not None and not self._colocation.engines_turn:
             raise RLBackendError(
                 "engines cannot sample now: with colocate they sleep from collect, save_model or build_model until the next "
                 "push; call push before"

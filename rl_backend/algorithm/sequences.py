@@ -9,9 +9,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import groupby, pairwise
 from typing import Any, Literal, Protocol
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from rl_backend.algorithm import advantages
@@ -25,6 +23,7 @@ from rl_backend.contracts import (
     TARGET_IDS,
     BatchError,
     ConfigError,
+    SamplingMask,
     TokenSequence,
     route_fields,
 )
@@ -67,7 +66,7 @@ class SampledSegment(Protocol):
     @property
     def routes(self) -> Any: ...
     @property
-    def sampling_mask(self) -> NDArray[np.int32] | None: ...
+    def sampling_mask(self) -> SamplingMask | None: ...
 
 
 class SampledTurn(Protocol):
@@ -116,7 +115,7 @@ def episode_sequences(
     """
     if truncated not in ("keep", "zero", "mask"):
         raise ConfigError.of("truncated", truncated, "must be keep, zero or mask")
-    found, masks = list[TokenSequence](), list[NDArray[np.int32] | None]()
+    found, masks = list[TokenSequence](), list[SamplingMask | None]()
     for index, episode in enumerate(episodes):
         where = f"episode {index}"
         segments = [segment for segment in episode.segments if any(segment.sampled)]
@@ -265,7 +264,7 @@ class SampledResponse(Protocol):
     @property
     def log_probs(self) -> Sequence[float]: ...
     @property
-    def sampling_mask(self) -> NDArray[np.int32] | None: ...
+    def sampling_mask(self) -> SamplingMask | None: ...
 
     def with_routes(self, sequence: TokenSequence) -> TokenSequence: ...
 
@@ -298,7 +297,7 @@ def _of_trained_tokens(sequence: TokenSequence) -> TokenSequence:
     return sequence.with_fields({TARGET_IDS: following})
 
 
-def _with_masks(sequences: list[TokenSequence], masks: Sequence[NDArray[np.int32] | None]) -> list[TokenSequence]:
+def _with_masks(sequences: list[TokenSequence], masks: Sequence[SamplingMask | None]) -> list[TokenSequence]:
     """With the masks of the last tokens of each, as many as it has rows: all of one width, at the positions before them."""
     given = [mask for mask in masks if mask is not None]
     if not given:

@@ -14,6 +14,7 @@ from rl_backend.contracts.batch import SAMPLING_MASK as SAMPLING_MASK
 from rl_backend.contracts.batch import TARGET_IDS as TARGET_IDS
 from rl_backend.contracts.batch import PackedBatch as PackedBatch
 from rl_backend.contracts.batch import SamplingCuts as SamplingCuts
+from rl_backend.contracts.batch import SamplingMask as SamplingMask
 from rl_backend.contracts.batch import TokenSequence as TokenSequence
 from rl_backend.contracts.errors import BatchError as BatchError
 from rl_backend.contracts.errors import CheckpointError as CheckpointError

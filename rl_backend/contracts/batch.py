@@ -12,7 +12,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Self
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from rl_backend.contracts.errors import BatchError
@@ -23,6 +25,9 @@ TARGET_IDS = "target_ids"
 SAMPLING_MASK = "sampling_mask"
 """Token field, (L, K) int32 or int64: the words that the next token was sampled from, as the engine said; what they hold is
 in :mod:`rl_backend.contracts.replay`."""
+
+type SamplingMask = NDArray[np.int32]
+"""(tokens, K), of a sample: the ids of the words that each token was sampled from, in ascending order, and -1 behind."""
 
 EPISODE_SHARE = "episode_share"
 """Sequence field, 0-d floating: the part of its episode that a sequence is. Those of an episode add up to 1."""

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field
 
-from rl_backend.contracts import BaseConfig, ConfigError
+from rl_backend.contracts import BaseConfig, ConfigError, SamplingMask
 from rl_backend.data.rewards.function import load_callable
 
 type Message = Mapping[str, Any]
@@ -22,9 +22,6 @@ type Message = Mapping[str, Any]
 
 type Routes = NDArray[np.integer[Any]]
 """(rows, MoE layers, top_k): the experts of consecutive tokens, as ``Routes.experts`` of a sample has them."""
-
-type SamplingMask = NDArray[np.int32]
-"""(tokens, K): the ids of the words that each token was sampled from, in ascending order, and -1 behind."""
 
 type Finish = Literal["stop", "length", "abort"]
 """Why a turn ended: a stop token, which is its last id; its limit of tokens; or the engine gave it up."""

@@ -8,19 +8,8 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import xxhash
 
-from rl_backend.contracts import BatchError, EpisodeEndError, RolloutError
-from rl_backend.environment.protocol import (
-    Generation,
-    Limits,
-    Message,
-    Routes,
-    SamplingMask,
-    Segment,
-    Stop,
-    TokenSource,
-    ToolCall,
-    Turn,
-)
+from rl_backend.contracts import BatchError, EpisodeEndError, RolloutError, SamplingMask
+from rl_backend.environment.protocol import Generation, Limits, Message, Routes, Segment, Stop, TokenSource, ToolCall, Turn
 
 
 @dataclass

@@ -195,7 +195,13 @@ def kept_logits_bytes(num_tokens: int, num_labels: int, vocab_size: int) -> int:
     ``num_labels`` of its tokens have a label.
     """
     of_token = vocab_size * torch.float32.itemsize
-    return num_labels * of_token if num_tokens <= KEPT_BYTES // max(of_token, 1) else 0
+    return num_labels * of_token if num_tokens <= _kept_tokens(of_token) else 0
+
+
+def _kept_tokens(token_bytes: int) -> int:
+    """The most tokens of a pass for which logits stay, of so many bytes each."""
+    # A rank may have no part of a small vocabulary.
+    return KEPT_BYTES // max(token_bytes, 1)
 
 
 def _tile_elements(rows: int, vocab_size: int, device_type: str) -> int:
@@ -394,9 +400,7 @@ def next_token_log_probs(
         hidden = take_rows(hidden, of_rows)
     found, tops, disagreements = [], list[TopTokens](), list[Tensor]()
     columns = labels if labels.dim() == 2 else labels[:, None]
-    # A rank may have no part of a small vocabulary.
-    room = KEPT_BYTES // max(weight.shape[0] * wide(hidden.dtype).itemsize, 1)
-    kept_tokens = room if torch.is_grad_enabled() else 0
+    kept_tokens = _kept_tokens(weight.shape[0] * wide(hidden.dtype).itemsize) if torch.is_grad_enabled() else 0
     for rows, run in parts_of_head(adapters, hidden.shape[0]):
         factors = None if run is None else run.modules[HEAD]
         mine, several = hidden[rows], bool(adapters) and factors is None

@@ -169,11 +169,17 @@ def opened(monkeypatch: pytest.MonkeyPatch, config: Any, *names: str) -> list[An
     return events
 
 
-def take_steps(config: Any, events: list[Any], stop_in: int = 0) -> None:
-    stop = StopRequest()
+@contextmanager
+def begun(config: Any, stop: StopRequest | None = None) -> Iterator[tuple[RLRun, GroupModel]]:
     with RLRun(config, stop=stop) as run:
         policy = run.build_model("policy")
         run.begin("Mine", {"policy": policy})
+        yield run, policy
+
+
+def take_steps(config: Any, events: list[Any], stop_in: int = 0) -> None:
+    stop = StopRequest()
+    with begun(config, stop) as (run, policy):
         for step in run.steps():
             batch = run.collect()
             events.append(f"train {step}")
@@ -224,9 +230,7 @@ def test_engines_that_sleep_are_not_asked(when: str, tmp_path: Path, monkeypatch
     held_out = {} if when == "before the next step" else {"eval_dataset": f"{tmp_path}/train.jsonl", "eval_every": 1}
     config = config_of(tmp_path, colocate=True, steps=3, **held_out)
     opened(monkeypatch, config, "x")
-    with RLRun(config) as run:
-        policy = run.build_model("policy")
-        run.begin("Mine", {"policy": policy})
+    with begun(config) as (run, policy):
         steps = run.steps()
         next(steps)
         metrics = run.collect().metrics | {"log_prob_gap": 0.0, "step_ok": 1.0}
@@ -247,9 +251,7 @@ def test_a_step_is_saved_once_also_without_a_push_or_with_one_after_its_end(
 ) -> None:
     config = config_of(tmp_path, colocate=True, save_every=1, keep_checkpoints=0, steps=1)
     events = opened(monkeypatch, config)
-    with RLRun(config) as run:
-        policy = run.build_model("policy")
-        run.begin("Mine", {"policy": policy})
+    with begun(config) as (run, _):
         for _ in run.steps():
             batch = run.collect()
             run.end_step(batch.metrics | {"log_prob_gap": 0.0, "step_ok": 1.0})
@@ -263,9 +265,7 @@ def test_a_step_is_saved_once_also_without_a_push_or_with_one_after_its_end(
 def test_after_a_push_that_failed_ranks_have_their_memory_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = config_of(tmp_path, colocate=True, save_every=1, steps=1)
     events = opened(monkeypatch, config)
-    with RLRun(config) as run:
-        policy = run.build_model("policy")
-        run.begin("Mine", {"policy": policy})
+    with begun(config) as (run, policy):
         for _ in run.steps():
             batch = run.collect()
             with monkeypatch.context() as fails:
