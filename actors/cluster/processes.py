@@ -100,28 +100,29 @@ def _asked(process: Process, file: Path) -> str:
     return found.decode(errors="replace")
 
 
-def innermost_calls(stacks: str, below: str, most: int = 4) -> str:
-    """Of a text of :func:`stacks_of` the thread that has a call of ``below`` (``file.py:function``): ``step (adam.py:12),
-    called from ...``; empty without one.
+class Place(NamedTuple):
+    """Where a thread is.
+
+    Attributes:
+        calls: the innermost ones: ``step (adam.py:12), called from ...``; empty where it is not known.
+        waits: for a collective or another transfer, by the line of the innermost call.
     """
-    calls = _calls(stacks, below)[:most]
-    return ", called from ".join(f"{function} ({Path(file).name}:{line})" for file, line, function in calls)
+
+    calls: str
+    waits: bool
 
 
-def waits_for_transfer(stacks: str, below: str) -> bool:
-    """Whether that thread waits for a collective or another transfer, by the line of its innermost call."""
-    file, line, _ = next(iter(_calls(stacks, below)), ("", "0", ""))
-    return _WAIT.search(linecache.getline(file, int(line))) is not None
-
-
-def _calls(stacks: str, below: str) -> list[tuple[str, str, str]]:
-    """File, line and function of the calls that ``below`` has made, or its own, the innermost first."""
+def place_in(stacks: str, below: str, most: int = 4) -> Place:
+    """Of a text of :func:`stacks_of` the place of the thread that has a call of ``below`` (``file.py:function``)."""
     for thread in stacks.split("\n\n"):
         calls = re.findall(r'File "([^"]+)", line (\d+) in (\S+)', thread)
         names = [f"{Path(file).name}:{function}" for file, _, function in calls]
         if below in names:
-            return calls[: names.index(below)] or calls[:1]
-    return []
+            calls = calls[: names.index(below)] or calls[:1]
+            said = (f"{function} ({Path(file).name}:{line})" for file, line, function in calls[:most])
+            innermost = linecache.getline(calls[0][0], int(calls[0][1]))
+            return Place(", called from ".join(said), waits=_WAIT.search(innermost) is not None)
+    return Place("", waits=False)
 
 
 def driver_mark() -> str:

@@ -7,18 +7,19 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 from weakref import finalize
 
 import ray
 from ray.exceptions import RayError
 
-from actors.cluster.processes import Process, call_on_node, innermost_calls, stacks_of, waits_for_transfer
+from actors.cluster.processes import Place, Process, call_on_node, place_in, stacks_of
 from actors.train.outcome import RankInfo
 
 LOOK_SECONDS = 1.0
-# Of a process of this node the kernel says whether it is stopped. Whoever stops one to look at it for a moment may.
-STOPPED_SECONDS = 4.0
+# Of a process of this node the kernel says whether it is stopped. Whoever stops one to look at it for a moment may. A
+# driver that waits sees one that has been stopped for so long at most two looks later.
+STOPPED_SECONDS = 3.0
 # After a failure the peers of that rank are looked at more often. One that passes from collective to collective is in other
 # calls at some of these looks, which together take a second.
 PEER_SECONDS, PEER_LOOKS = 0.1, 5
@@ -57,17 +58,15 @@ class _Rank:
     silent: float = 0.0
     running: int = 0
     worked: float = 0.0
-    stopped: float = 0.0
 
 
 @dataclass
 class Pulse:
-    """Asks ranks for signs of life while their driver waits for them; a look costs one small call of each. ``stopped`` are
-    the seconds that ranks have been stopped for by then.
+    """Asks ranks for signs of life while their driver waits for them; a look costs one small call of each. ``stopped``
+    are the seconds of :class:`StoppedRanks`.
     """
 
     workers: Sequence[Any]
-    infos: Sequence[RankInfo]
     bounds: WaitBounds
     stopped: Mapping[int, float] = field(default_factory=dict)
     _ranks: list[_Rank] = field(default_factory=list)
@@ -76,7 +75,7 @@ class Pulse:
     _long: float = LONG_SECONDS
 
     def __post_init__(self) -> None:
-        self._ranks = [_Rank(stopped=self.stopped.get(number, 0.0)) for number in range(len(self.workers))]
+        self._ranks = [_Rank() for _ in self.workers]
 
     def look(self) -> tuple[list[int], str] | None:
         """The ranks that hang, and how; None where all are alive."""
@@ -84,14 +83,10 @@ class Pulse:
         # A driver that was stopped itself, or starved, has not waited for anybody meanwhile.
         passed, self._looked = min(now - self._looked, 2 * LOOK_SECONDS), now
         self._waited += passed
-        for number, rank in enumerate(self._ranks):
-            self._hear(self.workers[number], rank, passed)
-            if number < len(self.infos) and _is_stopped(self.infos[number]):
-                rank.stopped += passed
-            else:
-                rank.stopped = 0.0
+        for worker, rank in zip(self.workers, self._ranks, strict=True):
+            self._hear(worker, rank, passed)
         found = [
-            ([n for n, rank in enumerate(self._ranks) if rank.stopped > STOPPED_SECONDS], "is stopped (SIGSTOP)"),
+            (sorted(n for n, seconds in self.stopped.items() if seconds >= STOPPED_SECONDS), "is stopped (SIGSTOP)"),
             (
                 [n for n, rank in enumerate(self._ranks) if rank.silent > self.bounds.silence],
                 f"has given no sign of life for {self.bounds.silence:g} s",
@@ -123,27 +118,27 @@ class Pulse:
             rank.asked = worker.progress.remote()
 
 
-class IdleRanks:
-    """Looks at the ranks of this node, also while nobody waits for them.
+class StoppedRanks:
+    """Looks at the ranks of this node, even while nobody waits for them.
 
     Attributes:
-        stopped: rank -> the seconds that its process has been stopped for.
+        seconds: rank -> how long its process has been stopped.
     """
 
     def __init__(self, infos: Sequence[RankInfo]) -> None:
         here = {info.rank: Process(info.pid, info.started) for info in infos if info.started and info.node_id == _here()}
-        self.stopped = dict.fromkeys(here, 0.0)
+        self.seconds = dict.fromkeys(here, 0.0)
         self._closed = threading.Event()
         # Not of this object, which goes with the ranks of a group that nobody closes.
-        looks = (here, self.stopped, self._closed)
-        threading.Thread(target=_look_at_idle, args=looks, name="look at idle ranks", daemon=True).start()
+        looks = (here, self.seconds, self._closed)
+        threading.Thread(target=_look_for_stopped, args=looks, name="look for stopped ranks", daemon=True).start()
         finalize(self, self._closed.set)
 
     def close(self) -> None:
         self._closed.set()
 
 
-def _look_at_idle(here: Mapping[int, Process], stopped: dict[int, float], closed: threading.Event) -> None:
+def _look_for_stopped(here: Mapping[int, Process], stopped: dict[int, float], closed: threading.Event) -> None:
     # By looks and not by a clock: where this process stood still itself, nobody has been stopped for long.
     looks = dict.fromkeys(here, 0)
     while not closed.wait(LOOK_SECONDS):
@@ -152,19 +147,8 @@ def _look_at_idle(here: Mapping[int, Process], stopped: dict[int, float], closed
             stopped[rank] = max(looks[rank] - 1, 0) * LOOK_SECONDS
 
 
-def _is_stopped(info: RankInfo) -> bool:
-    return bool(info.started) and info.node_id == _here() and Process(info.pid, info.started).is_stopped
-
-
 def _here() -> str:
     return str(ray.get_runtime_context().get_node_id())
-
-
-class Place(NamedTuple):
-    """The innermost calls of a rank's operation, in words, and whether it waits for a transfer there."""
-
-    calls: str
-    waits: bool
 
 
 @dataclass
@@ -204,8 +188,7 @@ def places_in_code(infos: Sequence[RankInfo]) -> dict[int, Place]:
 
 
 def _place_in_code(pid: int, started: str) -> Place:
-    stacks, below = stacks_of(Process(pid, started)) if started else "", "worker.py:execute"
-    return Place(innermost_calls(stacks, below), waits_for_transfer(stacks, below))
+    return place_in(stacks_of(Process(pid, started)) if started else "", "worker.py:execute")
 
 
 def end_processes(infos: Sequence[RankInfo]) -> None:

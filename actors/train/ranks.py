@@ -33,9 +33,9 @@ from actors.train.pulse import (
     LOOK_SECONDS,
     PEER_SECONDS,
     STARTING,
-    IdleRanks,
     PeersOfFailed,
     Pulse,
+    StoppedRanks,
     WaitBounds,
     places_in_code,
 )
@@ -91,7 +91,7 @@ class TrainRanks:
         self.journal: list[Operation] = []
         self.bounds: WaitBounds | None = None
         self.peak_memory = 0
-        self._idle: IdleRanks | None = None
+        self._stopped: StoppedRanks | None = None
         self._acknowledged = frozenset[int]()
         self._taken_over = 0
         self._lock = threading.RLock()
@@ -103,7 +103,7 @@ class TrainRanks:
 
     def located(self, infos: Sequence[RankInfo]) -> None:
         """These are the ranks' places; from now on it is seen when one is stopped."""
-        self.infos, self.bounds, self._idle = tuple(infos), STARTING, IdleRanks(infos)
+        self.infos, self.bounds, self._stopped = tuple(infos), STARTING, StoppedRanks(infos)
 
     def dispatch(
         self, name: str, pickled_calls: Sequence[bytes], loss: SentLoss | None = None
@@ -252,8 +252,8 @@ class TrainRanks:
         raise error from cause
 
     def _kill(self) -> None:
-        if self._idle is not None:
-            self._idle.close()
+        if self._stopped is not None:
+            self._stopped.close()
         self.members.kill()
 
     def _send(
@@ -263,8 +263,8 @@ class TrainRanks:
         return [worker.execute.remote(header, call, loss) for worker, call in zip(workers, pickled_calls, strict=True)]
 
     def _pulse(self) -> Pulse | None:
-        stopped = {} if self._idle is None else self._idle.stopped
-        return None if self.bounds is None else Pulse(self.members.workers, self.infos, self.bounds, stopped)
+        stopped = {} if self._stopped is None else self._stopped.seconds
+        return None if self.bounds is None else Pulse(self.members.workers, self.bounds, stopped)
 
     def _require_alive(self, when: str, pulse: Pulse) -> None:
         if (found := pulse.look()) is not None:

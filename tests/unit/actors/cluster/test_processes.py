@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from actors.cluster import processes
-from actors.cluster.processes import Process, innermost_calls, stacks_of, waits_for_transfer
+from actors.cluster.processes import Place, Process, place_in, stacks_of
 from tests.support.actors_in_process import until
 
 
@@ -85,7 +85,7 @@ def test_a_process_says_where_it_is_although_it_keeps_pythons_lock(child: subpro
         holding.stdout.readline()
         process = Process.of(holding.pid)
         for _ in range(2):
-            assert innermost_calls(stacks_of(process), "<string>:outer").startswith("hold (<string>:")
+            assert place_in(stacks_of(process), "<string>:outer").calls.startswith("hold (<string>:")
         os.kill(holding.pid, signal.SIGSTOP)
         until(lambda: process.is_stopped)
         began = time.monotonic()
@@ -106,10 +106,10 @@ def test_a_process_with_other_files_in_memory_is_not_asked_which_would_end_it() 
 def test_the_calls_of_the_thread_that_is_asked_for_are_named_innermost_first() -> None:
     frames = "".join(f'  File "/a/b{number}.py", line {number} in f{number}\n' for number in range(9))
     stacks = f'Thread 0x1 (most recent call first):\n  File "/a/x.py", line 1 in x\n\nCurrent thread 0x2:\n{frames}'
-    assert innermost_calls(stacks, "b2.py:f2") == "f0 (b0.py:0), called from f1 (b1.py:1)"
-    assert innermost_calls(stacks, "b8.py:f8", most=1) == "f0 (b0.py:0)"
-    assert innermost_calls(stacks, "b0.py:f0") == "f0 (b0.py:0)"
-    assert innermost_calls(stacks, "b1.py:f9") == innermost_calls("", "b1.py:f1") == ""
+    assert place_in(stacks, "b2.py:f2").calls == "f0 (b0.py:0), called from f1 (b1.py:1)"
+    assert place_in(stacks, "b8.py:f8", most=1).calls == "f0 (b0.py:0)"
+    assert place_in(stacks, "b0.py:f0").calls == "f0 (b0.py:0)"
+    assert place_in(stacks, "b1.py:f9") == place_in("", "b1.py:f1") == Place("", waits=False)
 
 
 @pytest.mark.parametrize(
@@ -127,5 +127,5 @@ def test_the_line_of_the_innermost_call_says_whether_it_waits_for_a_transfer(tmp
     file = tmp_path / "mine.py"
     file.write_text(f"work.wait()\n{line}\nwork.wait()\n")
     calls = f'  File "{file}", line 2 in step\n  File "{file}", line 1 in run\n'
-    assert waits_for_transfer(f"Thread 0x1:\n\nThread 0x2:\n{calls}", "mine.py:run") is waits
-    assert not waits_for_transfer(calls, "mine.py:other") and not waits_for_transfer("", "mine.py:run")
+    assert place_in(f"Thread 0x1:\n\nThread 0x2:\n{calls}", "mine.py:run").waits is waits
+    assert not place_in(calls, "mine.py:other").waits

@@ -9,9 +9,10 @@ import pytest
 import torch.distributed as dist
 from ray.exceptions import ActorDiedError, RayError, RayTaskError
 
+from actors.cluster.processes import Place
 from actors.train import ranks as module
 from actors.train.outcome import Completed, RankInfo, RemoteTraceback
-from actors.train.pulse import LOOK_SECONDS, PEER_SECONDS, PeersOfFailed, Place, WaitBounds
+from actors.train.pulse import LOOK_SECONDS, PEER_SECONDS, PeersOfFailed, WaitBounds
 from rl_backend.contracts import BatchError, ConfigError, GroupFailedError, OperationOrderError
 from tests.support.told_ranks import Ref, ToldGroup, ToldRay, told_death, told_failure
 

@@ -7,22 +7,20 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from actors.cluster.processes import start_time
+from actors.cluster.processes import Place, start_time
 from actors.train import pulse as module
 from actors.train.outcome import RankInfo
 from actors.train.pulse import (
     PEER_LOOKS,
-    IdleRanks,
     PeersOfFailed,
-    Place,
     Pulse,
+    StoppedRanks,
     WaitBounds,
     end_process,
 )
@@ -65,8 +63,8 @@ def looks(pulse: Pulse, clock: Clock, seconds: float, step: float = 1.0) -> Any:
     return found
 
 
-def begun(ranks: list[Rank], infos: tuple[RankInfo, ...] = ()) -> Pulse:
-    return Pulse(ranks, infos, BOUNDS)
+def begun(ranks: list[Rank]) -> Pulse:
+    return Pulse(ranks, BOUNDS)
 
 
 def test_a_rank_that_gives_no_sign_counts_as_dead_after_the_bound_and_not_before(clock: Clock) -> None:
@@ -117,45 +115,49 @@ def process() -> Iterator[subprocess.Popen[bytes]]:
         made.kill()
 
 
-def test_a_process_that_is_stopped_is_seen_at_once_and_one_that_continues_is_not(
-    clock: Clock, process: subprocess.Popen[bytes]
-) -> None:
-    info = RankInfo(0, "here", "10.0.0.1", process.pid, start_time(process.pid))
-    pulse = begun([Rank()], (info,))
-    assert looks(pulse, clock, 20) is None
-    os.kill(process.pid, signal.SIGSTOP)
-    time.sleep(0.05)
-    assert looks(pulse, clock, 3) is None
-    os.kill(process.pid, signal.SIGCONT)
-    time.sleep(0.05)
-    assert looks(pulse, clock, 20) is None
-    os.kill(process.pid, signal.SIGSTOP)
-    time.sleep(0.05)
-    assert looks(pulse, clock, 9) == ([0], "is stopped (SIGSTOP)")
-    elsewhere = begun([Rank()], (RankInfo(0, "there", "10.0.0.2", process.pid, info.started),))
-    assert looks(elsewhere, clock, 20) is None, "the number is another process's on another node"
-
-
-def test_one_that_was_stopped_while_nobody_waited_for_it_is_seen_at_the_first_look(
+def test_a_rank_of_this_node_that_stays_stopped_hangs_and_one_that_continues_does_not(
     clock: Clock, process: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "LOOK_SECONDS", 0.05)
-    monkeypatch.setattr(module, "STOPPED_SECONDS", 0.2)
-    infos = tuple(RankInfo(rank, node, "10.0.0.1", process.pid, start_time(process.pid)) for rank, node in enumerate(NODES))
-    idle = IdleRanks(infos)
+    monkeypatch.setattr(module, "STOPPED_SECONDS", 0.5)
+    infos = [RankInfo(rank, node, "10.0.0.1", process.pid, start_time(process.pid)) for rank, node in enumerate(NODES)]
+    stopped = StoppedRanks(infos)
+    assert set(stopped.seconds) == {0}, "the number is another process's on another node"
+    pulse = Pulse([Rank(), Rank()], BOUNDS, stopped.seconds)
+    for _ in range(2):
+        os.kill(process.pid, signal.SIGSTOP)
+        until(lambda: stopped.seconds[0] > 0)
+        assert pulse.look() is None, "somebody looks at it for a moment"
+        os.kill(process.pid, signal.SIGCONT)
+        until(lambda: stopped.seconds[0] == 0)
     os.kill(process.pid, signal.SIGSTOP)
-    until(lambda: idle.stopped[0] > 0.2)
-    assert set(idle.stopped) == {0}, "the other one's node is not this"
-    pulse = Pulse([Rank(), Rank()], infos, BOUNDS, idle.stopped)
-    assert pulse.look() == ([0], "is stopped (SIGSTOP)")
-    os.kill(process.pid, signal.SIGCONT)
-    until(lambda: idle.stopped[0] == 0.0)
-    assert Pulse([Rank(), Rank()], infos, BOUNDS, idle.stopped).look() is None
+    until(lambda: stopped.seconds[0] >= 0.5)
+    # The second one's driver begins to wait now.
+    for each in (pulse, Pulse([Rank(), Rank()], BOUNDS, stopped.seconds)):
+        assert each.look() == ([0], "is stopped (SIGSTOP)")
+
+
+def test_moments_in_which_a_process_is_stopped_do_not_add_up() -> None:
+    states, seconds, seen = [True, True, False, True, True, True], {0: 0.0}, list[float]()
+
+    class Looked:
+        @property
+        def is_stopped(self) -> bool:
+            return states.pop(0)
+
+    def wait(_: float) -> bool:
+        seen.append(seconds[0])
+        return not states
+
+    process: Any = Looked()
+    closed: Any = SimpleNamespace(wait=wait)
+    module._look_for_stopped({0: process}, seconds, closed)
+    assert seen == [0, 0, 1, 0, 0, 1, 2], "of what was before the first look that finds it stopped nobody knows"
 
 
 def test_ranks_are_looked_at_until_they_end_or_nobody_has_them(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "LOOK_SECONDS", 0.02)
-    before, closed, dropped = set(threading.enumerate()), IdleRanks(()), IdleRanks(())
+    before, closed, dropped = set(threading.enumerate()), StoppedRanks(()), StoppedRanks(())
     made = set(threading.enumerate()) - before
     assert len(made) == 2
     closed.close()

@@ -8,10 +8,11 @@ import pytest
 import ray
 from ray.exceptions import GetTimeoutError
 
+from actors.cluster.processes import Place
 from actors.train import ranks as module
 from actors.train.order import OperationHeader, this_thread
 from actors.train.outcome import RankInfo
-from actors.train.pulse import LOOK_SECONDS, Place, WaitBounds
+from actors.train.pulse import LOOK_SECONDS, WaitBounds
 from actors.train.ranks import GroupMembers
 from rl_backend.contracts import GroupFailedError, HandleError, OperationOrderError, RLBackendError
 from rl_backend.contracts.atoms import Operation

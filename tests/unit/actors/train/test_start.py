@@ -163,7 +163,7 @@ def test_a_rank_that_does_not_start_in_time_frees_everything(cluster: Cluster) -
 def test_a_rank_that_is_stopped_while_it_starts_is_seen_at_once(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
     bounds: list[Any] = []
 
-    def pulse(workers: Any, infos: Any, given: Any, stopped: Any) -> Any:
+    def pulse(workers: Any, given: Any, stopped: Any) -> Any:
         bounds.append(given)
         return SimpleNamespace(look=lambda: ([1], "is stopped (SIGSTOP)"))
 
