@@ -12,9 +12,10 @@ import ray
 import torch
 
 from actors.cluster.environments import why_not_for_engines
-from actors.cluster.placement import cores_each, gpus_each, usable_cores
+from actors.cluster.placement import ClusterShare, cores_each, gpus_each, usable_cores
 from actors.options.sampled_config import RunConfig, SampledConfig
 from actors.rollout.config import RolloutConfig, check_engine_device
+from actors.rollout.placement import with_share
 from actors.rollout.vllm.capabilities import check_served
 from rl_backend.checkpoint.hf_reader import read_hf_config
 from rl_backend.contracts import ConfigError, UnsupportedError, text_config
@@ -48,7 +49,7 @@ def find_devices(config: RunConfig) -> str:
         return f"cores and GPUs {OF_A_CLUSTER}"
     gpus, ranks, engines = torch.cuda.device_count(), config.ranks * config.training_groups, config.num_engines
     try:
-        shared = gpus_each(ranks, engines, gpus, colocate=config.colocates) % 1
+        each = gpus_each(ranks, engines, gpus, colocate=config.colocates)
     except ConfigError as error:
         raise ConfigError.of(f"{type(config).__name__}.ranks", config.ranks, str(error)) from None
     device = getattr(config.train.backend_cfg, "device", "auto")
@@ -58,9 +59,8 @@ def find_devices(config: RunConfig) -> str:
         raise ConfigError.of(f"{type(config.train.backend_cfg).__name__}.device", device, problem)
     if isinstance(config, SampledConfig):
         served = config.rollout.replace(model_path=config.model)
-        if shared and served.tensor_parallel > 1:
-            problem = "an engine of several workers takes whole GPUs, and these are shared with ranks; use 1, or more GPUs"
-            raise ConfigError.of("RolloutConfig.tensor_parallel", served.tensor_parallel, problem)
+        # Only for what it refuses: the cores of this machine are looked at below.
+        with_share(served, ClusterShare(1, served.tensor_parallel, each))
         on_gpus = _check_engines(served, gpus, beside=ranks if config.batches_ahead else 0)
         if not on_gpus and config.transport in ("nccl", "cuda_ipc"):
             problem = "sends from GPU to GPU; on CPUs use auto, shared_memory or gloo"

@@ -181,11 +181,12 @@ class RolloutConfig(BaseConfig):
             problem = f"a prompt is computed in one step, so it must be at least max_model_len={self.max_model_len}"
             yield "max_num_batched_tokens", self.max_num_batched_tokens, problem
         if self.gpus_per_worker < 1 and self.tensor_parallel > 1:
+            # Ray gives shares of one GPU only.
             problem = (
-                f"tensor_parallel={self.tensor_parallel} workers need as many different GPUs, and Ray gives shares of one "
-                "only; use gpus_per_worker=1"
+                f"an engine of several workers takes whole GPUs, and gpus_per_worker={self.gpus_per_worker:g} is a share of "
+                "one; use 1, or a GPU for each rank and worker, without gpus_per_worker and colocate"
             )
-            yield "gpus_per_worker", self.gpus_per_worker, problem
+            yield "tensor_parallel", self.tensor_parallel, problem
 
     def _problems_of_cores(self) -> Iterator[_Problem]:
         if self.cores_per_engine is not None and self.cores_per_engine % self.tensor_parallel:

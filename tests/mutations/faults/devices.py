@@ -396,8 +396,8 @@ FAULTS = [
     Fault(
         "shared-gpus-split-engines",
         "actors.checks.machine:find_devices",
-        "if shared and served.tensor_parallel > 1:",
-        "if False:",
+        "with_share(served, ClusterShare(1, served.tensor_parallel, each))",
+        "pass",
         ("test_devices_that_are_not_here_are_refused",),
         "the run would be refused after Ray and ranks have started",
     ),

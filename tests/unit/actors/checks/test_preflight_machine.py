@@ -97,8 +97,9 @@ def test_devices_are_divided_over_ranks_and_engines(
         (
             2,
             {"ranks": 2, "colocate": True, "rollout.tensor_parallel": 2},
-            r"^RolloutConfig\.tensor_parallel=2: an engine of several workers takes whole GPUs",
+            r"^RolloutConfig\.tensor_parallel=2: .* gpus_per_worker=0\.4 is a share of one; use 1, or a GPU for each",
         ),
+        (1, {"rollout.tensor_parallel": 2}, r"^RolloutConfig\.tensor_parallel=2: .* gpus_per_worker=0\.5 is a share of one"),
         (1, {"engines": 2}, r"^GRPOConfig\.ranks=1: .*the cluster has 1: ask for fewer"),
         (2, {"train.backend_cfg.device": "cpu"}, r"^NativeConfig\.device='cpu': PyTorch sees 2 GPUs on this"),
         (0, {"train.backend_cfg.device": "cuda"}, r"^NativeConfig\.device='cuda': PyTorch sees 0 GPUs"),

@@ -142,6 +142,15 @@ def test_engines_take_their_share_of_the_cluster_where_they_do_not_say_otherwise
     assert with_share(config, ClusterShare(3, 4, gpus)) == config.replace(**expected)
 
 
+@pytest.mark.parametrize("given", [{}, {"gpus_per_worker": 1.0}], ids=["none", "whole ones"])
+def test_engines_of_several_workers_share_no_gpus_with_ranks(given: dict[str, Any]) -> None:
+    config = RolloutConfig(model_path="x", tensor_parallel=2, **given)
+    assert with_share(config, ClusterShare(3, 4, 1)).gpus_per_worker == 1
+    refusal = r"^RolloutConfig\.tensor_parallel=2: an engine of several workers takes whole GPUs, and gpus_per_worker=0\.4"
+    with pytest.raises(ConfigError, match=refusal):
+        with_share(config, ClusterShare(3, 4, 0.6))
+
+
 @pytest.mark.usefixtures("two_nodes")
 def test_engines_on_gpus_are_refused_where_there_are_none() -> None:
     with pytest.raises(ConfigError, match=r"RolloutConfig\.device='cuda': the Ray cluster has no GPU"):
