@@ -83,11 +83,11 @@ def refusal_job(model: str) -> str:
     [
         ("gemma", "layernorm_zero_centered_gamma"),
         ("gemma3_text", "Transformer Engine"),
-        ("granite", "model_type 'granite'"),
+        ("granite", "model_type='granite'"),
         ("nemotron", "normalization 'LayerNorm'"),
-        ("olmo2", "model_type 'olmo2'"),
-        ("phi", "model_type 'phi'"),
-        ("starcoder2", "model_type 'starcoder2'"),
+        ("olmo2", "model_type='olmo2'"),
+        ("phi", "model_type='phi'"),
+        ("starcoder2", "model_type='starcoder2'"),
     ],
 )
 def test_the_bridge_refuses_by_name_what_it_does_not_compute(

@@ -4,7 +4,7 @@ import importlib.metadata
 import importlib.util
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
@@ -66,7 +66,7 @@ _WHOLE_WITHOUT_TRANSFORMER_ENGINE = frozenset({"deepseek_v3", "glm4_moe_lite"})
 def check_config(config: RuntimeConfig) -> None:
     """Refuses a directory ``config.hf_path`` that :func:`require_layout` refuses, and one whose model has no bridge."""
     hf_config, options = read_hf_config(config.hf_path), config.options(BridgeConfig)
-    _require_bridge(config.hf_path, hf_config)
+    require_bridge(config.hf_path, hf_config)
     text = text_config(hf_config)
     experts = (_size(text, name) for name in ("num_experts", "num_local_experts", "n_routed_experts"))
     heads = _size(text, "num_attention_heads")
@@ -140,7 +140,8 @@ def _size(text: Mapping[str, Any], name: str) -> int | None:
     return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else None
 
 
-def _require_bridge(hf_path: str, hf_config: Mapping[str, Any]) -> None:
+def require_bridge(hf_path: str, hf_config: Mapping[str, Any]) -> None:
+    """Raises :class:`UnsupportedError` for a model that transformers or Megatron-Bridge does not know by its type."""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
@@ -155,11 +156,16 @@ def _require_bridge(hf_path: str, hf_config: Mapping[str, Any]) -> None:
     if not problem and bridges and not bridges.intersection(named):
         problem = "Megatron-Bridge has no bridge"
     if problem:
-        names = ", ".join(map(str, named))
-        raise UnsupportedError(
-            f"{hf_path}: {problem} for model_type={model_type!r} ({names}); backend='native' may serve it",
-            model_type=model_type,
-        )
+        raise no_bridge(hf_path, model_type, named, problem)
+
+
+def no_bridge(
+    hf_path: str, model_type: Any, architectures: Iterable[Any], problem: str = "Megatron-Bridge has no bridge"
+) -> UnsupportedError:
+    names = ", ".join(map(str, architectures))
+    return UnsupportedError(
+        f"{hf_path}: {problem} for model_type={model_type!r} ({names}); backend='native' may serve it", model_type=model_type
+    )
 
 
 @cache

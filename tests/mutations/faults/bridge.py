@@ -338,8 +338,16 @@ FAULTS = [
         "experts of gpt-oss would keep the layer whose output a bias is added to in place",
     ),
     Fault(
+        "unknown-types-are-left-to-transformers",
+        "rl_backend.runtime.bridge.model.loading:open_bridge",
+        "require_bridge(hf_path, reader.config)",
+        "pass",
+        ("test_a_family_that_transformers_does_not_know_is_refused_by_name",),
+        "whoever builds kimi_k2 without a group would be told to install transformers from source",
+    ),
+    Fault(
         "architectures-before-the-model-type",
-        "rl_backend.runtime.bridge.checks:_require_bridge",
+        "rl_backend.runtime.bridge.checks:require_bridge",
         "named = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type]]",
         "named = named or [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type]]",
         ("test_the_language_model_of_a_type_is_what_megatron_bridge_must_know",),

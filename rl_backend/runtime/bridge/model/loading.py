@@ -24,6 +24,7 @@ from rl_backend.checkpoint.hf_reader import HFReader
 from rl_backend.checkpoint.hf_weights import require_same_head
 from rl_backend.contracts import VALUE_HEAD_WEIGHTS, CheckpointError, Head, UnsupportedError, text_config
 from rl_backend.parallel.collectives import gather_objects
+from rl_backend.runtime.bridge.checks import no_bridge, require_bridge
 from rl_backend.runtime.bridge.megatron.groups import BridgeGroups
 from rl_backend.runtime.bridge.model.conversion import hf_names, unconverted
 from rl_backend.runtime.bridge.model.output_heads import CriticOutputLayer
@@ -32,6 +33,7 @@ from rl_backend.runtime.bridge.model.output_heads import CriticOutputLayer
 def open_bridge(hf_path: str) -> AutoBridge:
     """The Megatron-Bridge of a directory, by its ``model_type``; raises :class:`UnsupportedError` if there is none."""
     reader = HFReader(hf_path)
+    require_bridge(hf_path, reader.config)
     config = text_model_config(AutoConfig.from_pretrained(hf_path), reader.config)
     name = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(config.model_type)
     if name is not None:
@@ -46,11 +48,7 @@ def open_bridge(hf_path: str) -> AutoBridge:
     except NotImplementedError:
         found = False
     if not found:
-        raise UnsupportedError(
-            f"{hf_path}: Megatron-Bridge has no bridge for model_type {config.model_type!r} ({config.architectures}); the "
-            "native runtime may serve it",
-            model_type=config.model_type,
-        )
+        raise no_bridge(hf_path, config.model_type, config.architectures or ())
     return bridge
 
 

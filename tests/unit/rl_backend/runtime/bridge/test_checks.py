@@ -151,7 +151,7 @@ def test_bridges_are_known_by_the_names_in_their_sources(
     # Where it is not installed, nothing is known to be missing.
     places = "missing"
     _names_in_bridges.cache_clear()
-    bridge_checks._require_bridge("model", {"model_type": "gpt_neox"})
+    bridge_checks.require_bridge("model", {"model_type": "gpt_neox"})
 
 
 def test_a_package_is_hidden_from_megatron_alone_and_only_where_it_was_not_imported(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ import pytest
 
 from rl_backend.contracts import ConfigError, ParallelConfig, RuntimeConfig, UnsupportedError
 from rl_backend.runtime.bridge import installed
-from rl_backend.runtime.bridge.checks import _require_bridge
+from rl_backend.runtime.bridge.checks import require_bridge
 from rl_backend.runtime.bridge.config import NEEDS_TRANSFORMER_ENGINE, TRANSFORMER, BridgeConfig
 from tests.support.bridge_runs import open_bridge
 from tests.support.models import write_tiny
@@ -286,12 +286,13 @@ def test_a_missing_or_other_megatron_is_named(
         ),
         ({"model_type": "qwen2_5_vl"}, "no bridge for model_type='qwen2_5_vl'"),
         ({"model_type": "own", "architectures": ["Qwen3ForCausalLM"]}, "no configuration for model_type='own'"),
+        ({"model_type": "kimi_k2", "architectures": ["DeepseekV3ForCausalLM"]}, "'kimi_k2' .Deep.* backend='native' may"),
     ],
     ids=str,
 )
 def test_the_language_model_of_a_type_is_what_megatron_bridge_must_know(fields: dict[str, Any], refused: str) -> None:
     if not refused:
-        _require_bridge("model", fields)
+        require_bridge("model", fields)
         return
     with pytest.raises(UnsupportedError, match=refused):
-        _require_bridge("model", fields)
+        require_bridge("model", fields)

@@ -11,7 +11,7 @@ import torch
 
 from rl_backend.contracts import PackedBatch, RLBackendError, UnsupportedError
 from tests.support.bridge_runs import open_bridge
-from tests.support.deepseek import change_config
+from tests.support.deepseek import change_config, write_latent
 from tests.support.families import load_transformers, pack, random_sequences, run_transformers
 from tests.support.matrix import sampled
 from tests.support.models import write_tiny
@@ -132,6 +132,12 @@ def test_sparse_attention_is_refused_by_name(fields: dict[str, Any], tmp_path: P
     path = write_sparse(tmp_path / "model", "glm_moe_dsa", indexer_types=["full", "full"])
     change_config(path, **fields)
     with pytest.raises(UnsupportedError, match=r"index_topk=6, sparse attention.*the native runtime may serve it"):
+        build(path)
+
+
+def test_a_family_that_transformers_does_not_know_is_refused_by_name(tmp_path: Path) -> None:
+    path = write_latent("kimi_k2", tmp_path / "model")
+    with pytest.raises(UnsupportedError, match=r"for model_type='kimi_k2' .*; backend='native' may serve it"):
         build(path)
 
 
