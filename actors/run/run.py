@@ -29,8 +29,9 @@ from actors.run.stop import StopRequest
 from actors.train.model import GroupModel, RouterReplayMode
 from actors.train.recovery import Reshaped
 from actors.watch.console import Phases, StepLines, command_began, say, say_facts, warn
+from actors.watch.engine_events import EngineEvents
 from actors.watch.health_metrics import HealthWarnings
-from actors.watch.metrics import Clock, EngineEvents
+from actors.watch.metrics import Clock
 from actors.watch.trace import TraceSource
 from rl_backend.checkpoint.peft_files import write_peft_directory
 from rl_backend.contracts import ConfigError, Head, OptimizerConfig, RLBackendError, RuntimeConfig

@@ -2,18 +2,13 @@
 
 import importlib
 import os
-import threading
 import time
 import warnings
-from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, Self
+from typing import Any, NamedTuple, Protocol
 
 from actors.options.config import import_writer, instead_of, writer_names
-from actors.rollout.group.group import RolloutGroup
-from actors.rollout.group.healing import EngineEvent
-from actors.watch.console import say, warn
 from rl_backend.contracts import ConfigError
 from rl_backend.trace.recorder import recorder
 
@@ -210,38 +205,3 @@ class Curves:
                 del self._writers[name]
                 message = f"metrics no longer go to {name}, {type(error).__name__}: {error}; the run continues without it"
                 warnings.warn(message, stacklevel=4)
-
-
-class EngineEvents:
-    """The events of a group's engines during a run; use as a context manager."""
-
-    def __init__(self, rollout: RolloutGroup, label: str = "") -> None:
-        self._rollout, self._label = rollout, label
-        self._lock = threading.Lock()
-        self._counts: Counter[str] = Counter()
-
-    def __enter__(self) -> Self:
-        self._rollout.healing.listeners.append(self._heard)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._rollout.healing.listeners.remove(self._heard)
-
-    def take(self) -> dict[str, float]:
-        """Metrics of the events since the last call, where there were any: ``engines/died``, ``engines/hung``,
-        ``engines/dirty``, ``engines/replaced``, and ``engines/seconds_lost`` until replacements served.
-        """
-        with self._lock:
-            counts, self._counts = self._counts, Counter()
-        return {f"engines/{name}": float(count) for name, count in counts.items()}
-
-    def _heard(self, event: EngineEvent) -> None:
-        with self._lock:
-            self._counts[event.kind] += 1
-            if event.seconds:
-                self._counts["seconds_lost"] += event.seconds  # type: ignore[assignment]
-        if event.kind == "replaced":
-            say(f"{self._label}engine {event.engine} was replaced after {event.seconds:.1f} s ({event.reason})")
-        else:
-            then = "it is started again" if self._rollout.config.max_restarts else "the others go on"
-            warn(f"{event.reason}; {then}", self._label)

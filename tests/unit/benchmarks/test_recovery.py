@@ -18,7 +18,7 @@ import pytest
 from actors.cluster.processes import Process
 from actors.rollout.group.healing import EngineEvent
 from actors.train.recovery import Recovered
-from actors.watch.metrics import EngineEvents
+from actors.watch.engine_events import EngineEvents
 from benchmarks.process_use import MARK, kind_of, processes
 from benchmarks.recovery import (
     ENDING,

@@ -13,7 +13,7 @@ from actors.rollout.config import RolloutConfig
 from actors.rollout.group import healing as healing_module
 from actors.rollout.group.engines import EngineSet
 from actors.rollout.group.healing import EngineEvent, Healing
-from actors.watch.metrics import EngineEvents
+from actors.watch.engine_events import EngineEvents
 from rl_backend.contracts import EngineDeadError, EngineDirtyError, RLBackendError, RolloutError, UnsupportedError
 from tests.support.actors_in_process import until
 
