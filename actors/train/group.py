@@ -227,7 +227,7 @@ class TrainGroup:
         config: RuntimeConfig,
         ranks: TrainRanks,
         finalizer: weakref.finalize[[], TrainGroup] | None = None,
-        recovery: Recovery[TrainRanks] | None = None,
+        recovery: Recovery | None = None,
     ) -> Self:
         self.config = config
         self._first_ranks = ranks

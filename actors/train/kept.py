@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, fields, is_dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, NoReturn, Protocol
+from typing import Any, Literal, NamedTuple
 
 import xxhash
 from ray import cloudpickle
@@ -14,8 +14,9 @@ from torch import Tensor
 
 from actors.train.context import HandleRef, refs_in
 from actors.train.loss import SentLoss
-from actors.train.order import Driver, OperationHeader
-from actors.train.outcome import RankInfo
+from actors.train.order import OperationHeader
+from actors.train.passes import Pass
+from actors.train.ranks import TrainRanks
 from rl_backend.contracts import RLBackendError
 from rl_backend.contracts.atoms import Operation
 from rl_backend.weights.inspection import tensor_digest
@@ -28,26 +29,7 @@ type Facts = tuple[Role, frozenset[int], Path | None]
 """How an operation is kept: its role, the keys of its models (none where that is not known), where it saves."""
 
 
-class Spread(Protocol):
-    """A call of which each data-parallel rank gets a share, as :class:`~actors.train.passes.Pass` is one."""
-
-    @property
-    def handle(self) -> HandleRef: ...
-
-    @property
-    def shares(self) -> Sequence[bytes]: ...
-
-    @property
-    def calls(self) -> Sequence[bytes]: ...
-
-    def on(self, handle: HandleRef) -> Spread: ...
-
-    def describe(self) -> str: ...
-
-    def without_shares(self) -> Spread: ...
-
-
-type Call = bytes | Spread
+type Call = bytes | Pass
 """What ranks are sent, pickled: all of them the same, or each its share."""
 
 # After these no gradients are left that the next step would take.
@@ -55,34 +37,6 @@ _WITHOUT_GRADIENTS = ("optimizer_step", "zero_grad", "load_checkpoint")
 
 CHANGES: Facts = ("changes", frozenset(), None)
 READS: Facts = ("reads", frozenset(), None)
-
-
-class Ranks(Protocol):
-    """One set of ranks of a group, as :class:`~actors.train.ranks.TrainRanks` has them; others may take their place."""
-
-    driver: Driver
-    infos: tuple[RankInfo, ...]
-
-    @property
-    def members(self) -> Any: ...
-
-    def dispatch(self, name: str, pickled_calls: Sequence[bytes], loss: SentLoss | None = None) -> Any: ...
-
-    def repeat(
-        self, header: OperationHeader, pickled_calls: Sequence[bytes], loss: SentLoss | None, after: int
-    ) -> list[tuple[Any, Any]]: ...
-
-    def collect(self, title: str, number: int, refs: Sequence[Any], timeout: float | None) -> list[Any]: ...
-
-    def has_answered(self, refs: Sequence[Any]) -> bool: ...
-
-    def ready(self, refs: Sequence[Any]) -> bool: ...
-
-    def take_place_of(self, lost: Any, number: int) -> None: ...
-
-    def fail(self, message: str, *, cause: Exception | None = None, **details: Any) -> NoReturn: ...
-
-    def end(self) -> None: ...
 
 
 class Answer(NamedTuple):
@@ -114,7 +68,7 @@ class Kept:
     models: frozenset[int]
     saves_to: Path | None
     refs: Sequence[tuple[Any, Any]]
-    ranks: Ranks
+    ranks: TrainRanks
     answered: bool = False
     failed: bool = False
     digest: str = ""

@@ -24,9 +24,9 @@ from actors.cluster.placement import living_nodes
 from actors.cluster.processes import Process
 from actors.cluster.ray_watch import ray_is_usable
 from actors.train.context import HandleRef, RankContext, RankFunction
-from actors.train.kept import Ranks
 from actors.train.outcome import Apart, RankInfo
 from actors.train.pulse import end_processes
+from actors.train.ranks import TrainRanks
 from actors.wire.held_memory import HeldKey, HolderActor, Written, fetch, nameless_file
 from rl_backend.checkpoint.state_in_memory import StateInMemory, write_state
 from rl_backend.contracts import GroupFailedError
@@ -103,7 +103,7 @@ class MemoryBoundaries:
             self._started.append(holder)
             self._processes[id(holder)] = holder.ping.remote()
 
-    def make(self, handle: HandleRef, ranks: Ranks) -> int | None:
+    def make(self, handle: HandleRef, ranks: TrainRanks) -> int | None:
         """Starts a boundary of the state that the model has now; its operation's number, or None where one is being made."""
         if handle.key in self._asked or self._deaths >= _MOST_DEATHS:
             return None
@@ -124,7 +124,7 @@ class MemoryBoundaries:
                 places.append((other, self._holders[other], key))
                 answers.append(self._holders[other].pull.remote(key, self._holders[home], kept))
         self._asked[handle.key] = _Asked(handle, header.number, generation, places, answers)
-        return int(header.number)
+        return header.number
 
     @property
     def is_making(self) -> bool:

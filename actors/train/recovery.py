@@ -13,13 +13,14 @@ from ray import cloudpickle
 from actors.cluster import prometheus
 from actors.cluster.placement import AskedRoom
 from actors.train.context import BuiltModel, HandleRef, RankContext, RankFunction
-from actors.train.kept import READS, Answer, Call, Facts, Kept, KeptOperations, Ranks, calls_of
+from actors.train.kept import READS, Answer, Call, Facts, Kept, KeptOperations, calls_of
 from actors.train.layout import Layout
 from actors.train.loss import SentLoss
 from actors.train.memory_boundary import MemoryBoundaries, load_call
 from actors.train.order import Driver, OperationHeader
 from actors.train.outcome import AFTERWARDS
 from actors.train.pulse import end_processes
+from actors.train.ranks import TrainRanks
 from rl_backend.checkpoint.durable_commit import discard_draft
 from rl_backend.contracts import (
     GroupFailedError,
@@ -87,11 +88,13 @@ class Reshaped(NamedTuple):
         return f"training group {self.group!r} went from {self.before} to {self.after} in {duration(self.seconds)}{because}"
 
 
-class StartRanks[R](Protocol):
-    def __call__(self, *, config: RuntimeConfig, num_ranks: int, driver: Driver, epoch: int, **limits: float) -> R: ...
+class StartRanks(Protocol):
+    def __call__(
+        self, *, config: RuntimeConfig, num_ranks: int, driver: Driver, epoch: int, **limits: float
+    ) -> TrainRanks: ...
 
 
-class Recovery[R: Ranks]:
+class Recovery:
     """Sends the operations of a group, keeps them, and sends them again to new ranks when a rank dies or hangs.
 
     New ranks have the numbers of the operations of those before, and so the same keys of models. They build the models,
@@ -111,8 +114,8 @@ class Recovery[R: Ranks]:
 
     def __init__(
         self,
-        ranks: R,
-        start: StartRanks[R],
+        ranks: TrainRanks,
+        start: StartRanks,
         layout: Layout,
         most_bytes: int = MOST_KEPT_BYTES,
         *,
@@ -395,7 +398,7 @@ class Recovery[R: Ranks]:
             f"the ranks that {title} was meant for died, and others have taken their place", title=title
         )
 
-    def _recover(self, error: GroupFailedError, lost: Ranks) -> None:
+    def _recover(self, error: GroupFailedError, lost: TrainRanks) -> None:
         """Raises ``error`` where it is to end the group."""
         with self._lock:
             if self.ranks is not lost:
@@ -503,7 +506,7 @@ class Recovery[R: Ranks]:
             self._memory.place(fresh.infos)
         return self._repeat(fresh)
 
-    def _repeat(self, fresh: R) -> list[Kept]:
+    def _repeat(self, fresh: TrainRanks) -> list[Kept]:
         repeated, last = [], 0
         for kept in self._kept.to_repeat():
             if kept.role == "pinned" or (kept.role == "reads" and kept.ranks.has_answered(kept.outcomes)):
@@ -524,7 +527,7 @@ class Recovery[R: Ranks]:
             raise
         return repeated
 
-    def _call(self, kept: Kept, fresh: R) -> Call:
+    def _call(self, kept: Kept, fresh: TrainRanks) -> Call:
         if kept.boundary is not None and self._memory is not None:
             copies = self._memory.choose(kept.boundary)
             if copies is None:
@@ -539,7 +542,7 @@ class Recovery[R: Ranks]:
             return call.on(handle)
         return call
 
-    def _compare(self, fresh: R, kept: Kept) -> None:
+    def _compare(self, fresh: TrainRanks, kept: Kept) -> None:
         if not self._kept.repeats(kept):
             kept.digest = ""
         try:

@@ -206,7 +206,7 @@ def group_that_recovers(
 
         first = start()
         config = first.context.runtime.config
-        recovered: Recovery[Any] = Recovery(first, start, Layout(config, 1), in_memory=in_memory)
+        recovered = Recovery(first, start, Layout(config, 1), in_memory=in_memory)
         stack.callback(recovered.kill)
         yield TrainGroup.__new__(TrainGroup)._over(config, first, None, recovered), started
 

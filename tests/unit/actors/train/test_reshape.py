@@ -13,7 +13,7 @@ import torch
 from actors.train import memory_boundary
 from actors.train.group import TrainGroup
 from actors.train.layout import Layout, check_fewest
-from actors.train.recovery import MOST_HOLDS, Recovery, StateNotHeldError
+from actors.train.recovery import MOST_HOLDS, StateNotHeldError
 from rl_backend.algorithm import sft_loss
 from rl_backend.contracts import (
     ConfigError,
@@ -59,7 +59,7 @@ def trained(group: TrainGroup, after: Callable[[int], None] = lambda step: None)
     return [*found, *outputs, group.weight_version(policy)]
 
 
-def recovery_of(group: TrainGroup) -> Recovery[Any]:
+def recovery_of(group: TrainGroup) -> Any:
     assert group._recovery is not None
     return group._recovery
 
@@ -222,7 +222,7 @@ def hold_nothing() -> None:
 
 def test_a_group_tries_to_grow_some_times_alone(model: Path, holders: list[HolderHere]) -> None:
     with group_that_recovers(model, in_memory=True) as (group, _):
-        recovery: Any = recovery_of(group)
+        recovery = recovery_of(group)
         room = recovery._room = Room(1)
         recovery._wanted, recovery._hold_states = recovery.layout, hold_nothing
         for last in [False] * (MOST_HOLDS - 1) + [True]:
