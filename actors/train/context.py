@@ -4,26 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from rl_backend.contracts import HandleError, Head, ModelHandle, RLBackendError
 from rl_backend.runtime import Runtime
-
-
-class BuiltModel(NamedTuple):
-    key: int
-    name: str
-    data_parallel_rank: int
-    data_parallel_size: int
-    is_source: bool
-    micro_batch_multiple: int
-    forward_only: bool
-    head: Head
-    lora_id: int
-    shares_prefixes: bool = False
 
 
 @dataclass(frozen=True)
@@ -51,8 +38,8 @@ class HandleRef:
     shares_prefixes: bool = False
 
     @classmethod
-    def of(cls, group_id: str, built: Sequence[BuiltModel]) -> HandleRef:
-        first, size = built[0], built[0].data_parallel_size
+    def of(cls, built: Sequence[BuiltModel]) -> HandleRef:
+        size = built[0].data_parallel_size
         sources = {each.data_parallel_rank: rank for rank, each in enumerate(built) if each.is_source}
         # Two sources of one rank's outputs, or none, would merge results of wrong sequences.
         if sorted(sources) != list(range(size)) or sum(each.is_source for each in built) != size:
@@ -60,22 +47,24 @@ class HandleRef:
                 f"the runtime names ranks {sorted(sources.values())} as sources of the outputs of data-parallel ranks "
                 f"{sorted(sources)}; expected one for each of {size}"
             )
-        return cls(
-            group_id=group_id,
-            key=first.key,
-            name=first.name,
-            forward_only=first.forward_only,
+        return replace(
+            built[0].ref,
             data_parallel_ranks=tuple(each.data_parallel_rank for each in built),
             source_ranks=tuple(sources[dp_rank] for dp_rank in range(size)),
-            head=first.head,
-            lora_id=first.lora_id,
-            micro_batch_multiple=first.micro_batch_multiple,
-            shares_prefixes=first.shares_prefixes,
         )
 
     @property
     def data_parallel_size(self) -> int:
         return len(self.source_ranks)
+
+
+class BuiltModel(NamedTuple):
+    """What a rank says of a model: its ``ref``, in which the ranks are still missing, and what this rank is to it."""
+
+    ref: HandleRef
+    data_parallel_rank: int
+    data_parallel_size: int
+    is_source: bool
 
 
 def refs_in(arguments: Iterable[Any]) -> Iterator[HandleRef]:
@@ -113,18 +102,20 @@ class RankContext:
     def keep(self, handle: ModelHandle) -> BuiltModel:
         # The operation's number is a key that is the same on every rank.
         self._handles[self.operation] = handle
-        return BuiltModel(
-            key=self.operation,
-            name=handle.name,
-            data_parallel_rank=handle.data_parallel_rank,
-            data_parallel_size=handle.data_parallel_size,
-            is_source=self.runtime.is_mp_src_rank_with_outputs(handle),
-            micro_batch_multiple=handle.micro_batch_multiple,
-            forward_only=handle.forward_only,
+        ref = HandleRef(
+            self.group_id,
+            self.operation,
+            handle.name,
+            handle.forward_only,
+            data_parallel_ranks=(),
+            source_ranks=(),
             head=handle.head,
+            micro_batch_multiple=handle.micro_batch_multiple,
             lora_id=handle.lora_id,
             shares_prefixes=handle.shares_prefixes,
         )
+        is_source = self.runtime.is_mp_src_rank_with_outputs(handle)
+        return BuiltModel(ref, handle.data_parallel_rank, handle.data_parallel_size, is_source)
 
     def forget(self, ref: HandleRef) -> None:
         del self._handles[ref.key]

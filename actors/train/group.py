@@ -590,7 +590,7 @@ class TrainGroup:
 
         def finish(values: list[Any]) -> Any:
             if atom.builds:
-                made = HandleRef.of(self._ranks.members.id, values)
+                made = HandleRef.of(values)
                 # By its name: one that the runtime chose depends on what was built before.
                 self._ranks.keep(Operation(atom.name, {**arguments, "name": made.name}, made.key))
                 return made

@@ -387,7 +387,7 @@ class Recovery:
                         kept.note(values)
                         # Here, so that whoever changes the layout next finds the model.
                         if kept.role == "builds" and isinstance(values[0], BuiltModel):
-                            self.models.setdefault(kept.number, HandleRef.of(ranks.members.id, values))
+                            self.models.setdefault(kept.number, HandleRef.of(values))
                     elif kept.role == "builds":  # asked of other ranks since, which have another layout
                         continue
                     self._kept.forget(kept)
@@ -549,7 +549,7 @@ class Recovery:
             values = fresh.collect(kept.title, kept.number, kept.outcomes, None)
             kept.note(values)
             if kept.number in self.models:
-                self.models[kept.number] = HandleRef.of(fresh.members.id, values)
+                self.models[kept.number] = HandleRef.of(values)
         except GroupFailedError as error:
             self._blame(kept, error)
             raise

@@ -48,7 +48,7 @@ def tenant(runtime: NativeRuntime, context: RankContext) -> HandleRef:
     handle = runtime.create_lora_adapter(runtime.build_model(trainable=False), config)
     torch.manual_seed(0)
     handle.rows.weights.normal_(std=0.3)
-    return HandleRef("group", context.keep(handle).key, "poet", False, (0,), (0,), lora_id=handle.lora_id)
+    return HandleRef("group", context.keep(handle).ref.key, "poet", False, (0,), (0,), lora_id=handle.lora_id)
 
 
 def engine_of(model: Path, dtype: str) -> AdapterStore:

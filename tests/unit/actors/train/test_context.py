@@ -29,7 +29,7 @@ def test_handles_are_found_by_the_operation_that_made_them() -> None:
     first, second = (PlainHandle(name, False, 0, 0, 1) for name in ("first", "second"))
     for number, handle in ((3, first), (7, second)):
         rank.operation = number
-        assert rank.keep(handle).key == number
+        assert rank.keep(handle).ref.key == number
     assert (rank.handle(ref(3)), rank.handles(ref(7)), rank.handles((ref(7), ref(3)))) == (first, second, [second, first])
     for missing in (ref(4), ref(3, "another group")):
         with pytest.raises(HandleError) as caught:
@@ -141,12 +141,12 @@ def test_an_operation_is_called_or_submitted_on_the_group_it_belongs_to() -> Non
 
 
 def built(rank: int, dp_rank: int, *, source: bool = True, size: int = 2) -> BuiltModel:
-    return BuiltModel(5, "policy", dp_rank, size, source, 4, True, "values", 3)
+    return BuiltModel(HandleRef("group", 5, "policy", True, (), (), "values", 4, 3), dp_rank, size, source)
 
 
 def test_a_model_that_all_ranks_have_built_names_where_its_outputs_are() -> None:
     values = [built(0, 1, source=False), built(1, 0), built(2, 1), built(3, 0, source=False)]
-    made = HandleRef.of("group", values)
+    made = HandleRef.of(values)
     assert made == HandleRef("group", 5, "policy", True, (1, 0, 1, 0), (1, 2), "values", 4, 3)
     assert made.data_parallel_size == 2
 
@@ -164,7 +164,7 @@ def test_a_runtime_without_one_source_for_each_data_parallel_rank_is_refused(
     values: Sequence[BuiltModel], ranks: list[int], dp_ranks: list[int]
 ) -> None:
     with pytest.raises(RLBackendError) as caught:
-        HandleRef.of("group", values)
+        HandleRef.of(values)
     assert str(caught.value) == (
         f"the runtime names ranks {ranks} as sources of the outputs of data-parallel ranks {dp_ranks}; expected one for "
         "each of 2"

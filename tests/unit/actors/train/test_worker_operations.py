@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from actors.train.context import BuiltModel, RankContext, RankFunction, lora_factors, weight_version
+from actors.train.context import BuiltModel, HandleRef, RankContext, RankFunction, lora_factors, weight_version
 from actors.train.outcome import Apart, Completed, Failed
 from actors.train.passes import RankForward, TenantForward, forward_backward
 from rl_backend.contracts import (
@@ -74,10 +74,11 @@ def test_a_built_model_is_kept_under_its_operation() -> None:
     rank = ToldRank()
     made = PlainHandle("critic", True, 0, 2, 4, "values", 3, lora_id=6)
     rank.context.operation = 9
+    made_ref = HandleRef(rank.context.group_id, 9, "critic", True, (), (), "values", 3, 6)
     for name, given in (("build_model", {"head": "values"}), ("create_lora_adapter", {"handle": ref(2), "lora": "lora"})):
         for is_source in (True, False):
             rank.runtime.answers |= {name: made, "is_mp_src_rank_with_outputs": is_source}
-            assert rank.run(name, **given) == BuiltModel(9, "critic", 2, 4, is_source, 3, True, "values", 6)
+            assert rank.run(name, **given) == BuiltModel(made_ref, 2, 4, is_source)
     asked = [call for call in rank.runtime.calls if call[0] != "is_mp_src_rank_with_outputs"]
     assert asked[::2] == [("build_model", (), {"head": "values"}), ("create_lora_adapter", (rank.frozen,), {"lora": "lora"})]
     assert rank.context.handle(ref(9)) is made
