@@ -9,7 +9,7 @@ import threading
 import uuid
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from operator import itemgetter
@@ -21,7 +21,7 @@ from torch import Tensor
 
 from actors.cluster.placement import AskedRoom, PlacementStrategy, check_asked
 from actors.train.context import HandleRef, RankContext, RankFunction, lora_factors, refs_in, weight_version
-from actors.train.kept import CHANGES, READS, Answer, Call, Facts, Kept, calls_of, facts_of, models_in
+from actors.train.kept import CHANGES, READS, Call, Facts, facts_of, models_in
 from actors.train.layout import Layout, check_fewest
 from actors.train.loss import LossSender
 from actors.train.order import Driver
@@ -214,23 +214,21 @@ class TrainGroup:
         room = partial(
             AskedRoom, cores_per_rank=cores_per_rank, gpus_per_rank=gpus_per_rank, strategy=placement, name=f"{name}-more"
         )
-        recovery = None
-        if recover != "off":
-            layout, in_memory = Layout(config, num_ranks), recover == "memory"
-            recovery = Recovery(ranks, start, layout, in_memory=in_memory, min_ranks=min_ranks, ask_room=room)
+        recovery = Recovery(
+            ranks,
+            None if recover == "off" else start,
+            Layout(config, num_ranks),
+            in_memory=recover == "memory",
+            min_ranks=min_ranks,
+            ask_room=room,
+        )
         self._gpus_per_rank = gpus_per_rank
-        finalizer = weakref.finalize(self, ranks.members.kill if recovery is None else recovery.kill)
-        self._over(config, ranks, finalizer, recovery)
+        self._over(config, recovery, weakref.finalize(self, recovery.kill))
 
     def _over(
-        self,
-        config: RuntimeConfig,
-        ranks: TrainRanks,
-        finalizer: weakref.finalize[[], TrainGroup] | None = None,
-        recovery: Recovery | None = None,
+        self, config: RuntimeConfig, recovery: Recovery, finalizer: weakref.finalize[[], TrainGroup] | None = None
     ) -> Self:
         self.config = config
-        self._first_ranks = ranks
         self._recovery = recovery
         self._losses = LossSender()
         # A group that nobody refers to any more must give its cores and GPUs back.
@@ -241,7 +239,7 @@ class TrainGroup:
 
     @property
     def _ranks(self) -> TrainRanks:
-        return self._first_ranks if self._recovery is None else self._recovery.ranks
+        return self._recovery.ranks
 
     @property
     def name(self) -> str:
@@ -293,8 +291,7 @@ class TrainGroup:
         """
         if self.ended:
             return
-        if self._recovery is not None:
-            self._recovery.stop("the group is shut down")
+        self._recovery.stop("the group is shut down")
         # Refused before anything ends where another driver operates the group, which this one may learn only here.
         try:
             closing = self._on_ranks("shutdown", RankFunction(RankContext.close), list)
@@ -306,7 +303,7 @@ class TrainGroup:
                 self._ranks.end()
         except GroupFailedError as error:
             # All that was asked of the ranks is done: what a run has saved is there.
-            if self._recovery is None:
+            if not self._recovery.recovers:
                 raise
             # Ray does not reach one that is stopped.
             end_processes(self._ranks.infos)
@@ -334,36 +331,36 @@ class TrainGroup:
     @property
     def epoch(self) -> int:
         """How often all ranks were replaced."""
-        return 0 if self._recovery is None else self._recovery.epoch
+        return self._recovery.epoch
 
     @property
     def wants_boundary(self) -> bool:
         """Whether operations since the last checkpoint take so much of the driver's memory that another one is due."""
-        return self._recovery is not None and self._recovery.wants_boundary
+        return self._recovery.wants_boundary
 
     def bound(self, handle: HandleRef, saved: Path, committed: Path) -> None:
         """A model's checkpoint, which ``save_checkpoint`` wrote to ``saved``, is complete at ``committed`` and stays there
         until the next: from now on a recovery loads it, and runs only again what came later.
         """
-        if self._recovery is not None:
-            self._recovery.bound(handle, saved, committed)
+        self._recovery.bound(handle, saved, committed)
 
     def steady(self) -> AbstractContextManager[object]:
         """Inside, no thread replaces ranks: what was saved may move, and :meth:`bound` says where to."""
-        return nullcontext() if self._recovery is None else self._recovery.steady
+        return self._recovery.steady
 
     def say_recoveries(self, say: Callable[[str], None]) -> None:
         """Calls ``say`` with a line for each recovery from now on, in place of a warning of the logger."""
-        if self._recovery is not None:
+        # Of one that never recovers nothing is kept, which might refer to the group.
+        if self._recovery.recovers:
             self._recovery.on_recovered = say
 
     @property
     def recoveries(self) -> tuple[Recovered, ...]:
-        return () if self._recovery is None else tuple(self._recovery.events)
+        return tuple(self._recovery.events)
 
     def pinned(self) -> PinnedRanks:
         """The ranks that the group has now, for calls that build on what earlier ones left in a rank's memory."""
-        return PinnedRanks(self, self.epoch, 0 if self._recovery is None else self._recovery.num_layouts)
+        return PinnedRanks(self, self.epoch, self._recovery.num_layouts)
 
     # Another layout, between two steps.
 
@@ -384,7 +381,7 @@ class TrainGroup:
             RLBackendError: the ranks did not start, or cannot build the models; the group has the layout of before.
             GroupFailedError: nor did the ranks of before start again.
         """
-        if self._recovery is None:
+        if not self._recovery.recovers:
             raise ConfigError.of("TrainGroup.recover", "off", "a group gets another layout as it recovers; use memory")
         check_asked(num_ranks, 1, self._gpus_per_rank)
         if sizes or config is None:
@@ -398,23 +395,23 @@ class TrainGroup:
     @property
     def wanted_ranks(self) -> int:
         """How many ranks the group has, or had before it got smaller."""
-        return self.num_ranks if self._recovery is None else self._recovery.wanted_ranks
+        return self._recovery.wanted_ranks
 
     @property
     def has_room(self) -> bool:
         """Whether the cluster has room again for the ranks that a group with ``min_ranks`` has lost; see :meth:`grow`."""
-        return self._recovery is not None and self._recovery.has_room
+        return self._recovery.has_room
 
     def grow(self) -> Reshaped | None:
         """Gives the group all of its ranks back, as :meth:`reshape` does; None where it stays as it is, as that was said or
         because a model is not between two steps.
         """
-        return None if self._recovery is None else self._recovery.grow()
+        return self._recovery.grow()
 
     @property
     def reshapes(self) -> tuple[Reshaped, ...]:
         """Every time that the group got another layout, also of fewer ranks in a recovery."""
-        return () if self._recovery is None else tuple(self._recovery.reshapes)
+        return tuple(self._recovery.reshapes)
 
     # Operations on models.
 
@@ -596,12 +593,11 @@ class TrainGroup:
                 return made
             if atom.frees:
                 self._ranks.forget(arguments["handle"].key)
-                if self._recovery is not None:
-                    self._recovery.forget(arguments["handle"])
+                self._recovery.forget(arguments["handle"])
             return any(values) if atom.join == "any" else values[0]
 
         future = self._on_ranks(atom.name, operation, finish, facts_of(operation))
-        if atom.name == "optimizer_step" and self._recovery is not None:
+        if atom.name == "optimizer_step":
             self._recovery.stepped(list(refs_in(arguments.values())))
         return future
 
@@ -614,7 +610,7 @@ class TrainGroup:
 
     def _laid_out(self, handle: HandleRef) -> HandleRef:
         """The handle with the layout that its model has now."""
-        return handle if self._recovery is None else self._recovery.models.get(handle.key, handle)
+        return self._recovery.models.get(handle.key, handle)
 
     def _require_mine(self, arguments: Iterable[Any]) -> None:
         for each in refs_in(arguments):
@@ -641,21 +637,11 @@ class TrainGroup:
         epoch: int | None = None,
     ) -> GroupFuture[R]:
         """The result is what ``finish`` makes of what the ranks were sent and of their results."""
-        recovery, sent = self._recovery, None if loss is None else self._losses.send(loss)
-        if recovery is None:
-            ranks = self._ranks
-            header, refs = ranks.dispatch(title, calls_of(call, self.num_ranks), sent)
-            # Without what a future that is held would keep, and nobody asks for.
-            kept = Kept(header, b"" if isinstance(call, bytes) else call.without_shares(), sent, *facts, refs, ranks)
-        else:
-            kept = recovery.send(title, call, sent, facts, epoch)
+        recovery = self._recovery
+        kept = recovery.send(title, call, None if loss is None else self._losses.send(loss), facts, epoch)
 
         def wait(timeout: float | None) -> R:
-            if recovery is None:
-                values = kept.ranks.collect(kept.title, kept.number, kept.outcomes, timeout)
-                answer = Answer(values, kept.refs, kept.call)
-            else:
-                answer = recovery.result(kept, timeout)
+            answer = recovery.result(kept, timeout)
             return finish(
                 answer.call,
                 [
@@ -698,7 +684,7 @@ def _copy(
     ranks.infos = infos
     ranks.operator = operator
     ranks.journal = list(journal)
-    return TrainGroup.__new__(TrainGroup)._over(config, ranks)
+    return TrainGroup.__new__(TrainGroup)._over(config, Recovery(ranks, None, Layout(config, len(members.workers))))
 
 
 def _agreed(handle: HandleRef, versions: Sequence[int]) -> int:

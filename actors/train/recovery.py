@@ -95,14 +95,15 @@ class StartRanks(Protocol):
 
 
 class Recovery:
-    """Sends the operations of a group, keeps them, and sends them again to new ranks when a rank dies or hangs.
+    """Sends the operations of a group. Where it recovers it keeps them, and sends them again to new ranks when a rank dies
+    or hangs.
 
     New ranks have the numbers of the operations of those before, and so the same keys of models. They build the models,
     load the boundaries (see :class:`~actors.train.kept.KeptOperations`), and run what was asked since with the same data.
     What had a result must have it again, bit for bit, unless they are in another layout.
 
     Args:
-        start: other ranks of the same group.
+        start: other ranks of the same group; None: a death ends the group.
         in_memory: the state of each model is kept in memory after each of its optimizer steps.
         min_ranks: without room for all ranks, fewer data-parallel ones take their place, so many at least; 0: none do.
         ask_room: asks the cluster for room for so many more ranks.
@@ -115,7 +116,7 @@ class Recovery:
     def __init__(
         self,
         ranks: TrainRanks,
-        start: StartRanks,
+        start: StartRanks | None,
         layout: Layout,
         most_bytes: int = MOST_KEPT_BYTES,
         *,
@@ -130,6 +131,7 @@ class Recovery:
         self.events: list[Recovered] = []
         self.reshapes: list[Reshaped] = []
         self.on_recovered: Callable[[str], None] = logger.warning
+        self.recovers = start is not None
         self._start = start
         self._most_bytes = most_bytes
         self._min_ranks, self._ask_room = min_ranks, ask_room
@@ -139,7 +141,7 @@ class Recovery:
         self._holds = 0
         self._kept = KeptOperations()
         self._number = 0
-        self._off = ""
+        self._off = "" if self.recovers else "recover=off"
         self._moves = False
         self._lock = self.steady = threading.RLock()
         self._in_memory = in_memory
@@ -353,6 +355,9 @@ class Recovery:
                     raise
             kept = Kept(header, call, loss, *facts, refs, ranks)
             self._number = header.number
+            if not self.recovers:
+                # Without what a future that is held would keep, and nobody asks for.
+                kept.call = b"" if isinstance(call, bytes) else call.without_shares()
             if not self._off:
                 self._kept.add(kept)
                 if self._kept.nbytes > 2 * self._most_bytes:
@@ -384,7 +389,8 @@ class Recovery:
             else:
                 with self._lock:
                     if layout == self.num_layouts:
-                        kept.note(values)
+                        if self.recovers:
+                            kept.note(values)
                         # Here, so that whoever changes the layout next finds the model.
                         if kept.role == "builds" and isinstance(values[0], BuiltModel):
                             self.models.setdefault(kept.number, HandleRef.of(values))
@@ -499,6 +505,7 @@ class Recovery:
         # Also of a start that fails: Ray may still have the names of its ranks.
         self.epoch += 1
         config, num_ranks = self.layout
+        assert self._start is not None, "it recovers"
         fresh = self._start(config=config, num_ranks=num_ranks, driver=lost.driver, epoch=self.epoch, **limits)
         self.ranks, self._number = fresh, self._number + 1
         fresh.take_place_of(lost, self._number)

@@ -208,7 +208,7 @@ def group_that_recovers(
         config = first.context.runtime.config
         recovered = Recovery(first, start, Layout(config, 1), in_memory=in_memory)
         stack.callback(recovered.kill)
-        yield TrainGroup.__new__(TrainGroup)._over(config, first, None, recovered), started
+        yield TrainGroup.__new__(TrainGroup)._over(config, recovered), started
 
 
 def sequences(step: int) -> list[TokenSequence]:

@@ -288,7 +288,7 @@ FAULTS = [
     Fault(
         "a-run-that-has-finished-ends-with-an-error",
         "actors.train.group:TrainGroup.shutdown",
-        "if self._recovery is None:",
+        "if not self._recovery.recovers:",
         "if True:",
         ("test_a_rank_that_dies_while_its_group_closes_is_no_error",),
         "a job whose model is saved would count as failed, and a scheduler would start it again",

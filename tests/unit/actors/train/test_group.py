@@ -9,8 +9,10 @@ import pytest
 
 from actors.train.context import HandleRef
 from actors.train.group import TrainGroup
+from actors.train.layout import Layout
 from actors.train.order import Driver, OperationHeader, OperationLedger
 from actors.train.ranks import TrainRanks
+from actors.train.recovery import Recovery
 from rl_backend.contracts import HandleError, OperationOrderError, RLBackendError, RuntimeConfig
 
 MODEL = HandleRef("group", 1, "policy", False, (0,), (0,))
@@ -55,7 +57,8 @@ def ranks() -> Ranks:
 @pytest.fixture
 def group(ranks: Ranks) -> TrainGroup:
     made = TrainGroup.__new__(TrainGroup)
-    made._over(RuntimeConfig(hf_path="m"), ranks)
+    config = RuntimeConfig(hf_path="m")
+    made._over(config, Recovery(ranks, None, Layout(config, 1)))
     made._finalizer = None
     return made
 

@@ -15,7 +15,9 @@ from ray import cloudpickle
 
 from actors.train.context import HandleRef, RankContext
 from actors.train.group import TrainGroup
+from actors.train.layout import Layout
 from actors.train.order import OperationHeader
+from actors.train.recovery import Recovery
 from actors.train.worker import run
 from rl_backend.contracts import HandleError, OptimizerConfig
 from rl_backend.contracts.atoms import Operation
@@ -53,7 +55,8 @@ class OneRank:
 def group_of_one(model: Path, group_id: str) -> Iterator[tuple[TrainGroup, OneRank]]:
     with open_runtime(model) as runtime:
         ranks: Any = OneRank(RankContext(runtime, group_id, 0, 1))
-        yield TrainGroup.__new__(TrainGroup)._over(runtime.config, ranks), ranks
+        recovery = Recovery(ranks, None, Layout(runtime.config, 1))
+        yield TrainGroup.__new__(TrainGroup)._over(runtime.config, recovery), ranks
 
 
 def test_tenants_of_a_lost_group_are_made_again_on_the_new_base(tmp_path: Path) -> None:

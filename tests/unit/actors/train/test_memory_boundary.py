@@ -190,7 +190,7 @@ def test_a_rank_and_the_only_holder_that_die_together_end_the_group_and_say_what
 
 def test_only_what_came_since_the_last_step_is_kept(model: Path, holders: list[HolderHere]) -> None:
     with group_that_recovers(model, in_memory=True) as (group, _):
-        kept: Any = group._recovery._kept  # type: ignore[union-attr]
+        kept: Any = group._recovery._kept
         policy = group.build_model(name="policy")
         sizes = []
         for _ in range(4):

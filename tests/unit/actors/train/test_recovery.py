@@ -196,7 +196,7 @@ def test_other_results_on_new_ranks_end_the_group(model: Path, tmp_path: Path) -
         group.forward_backward(policy, sequences(1), sft_loss)
         group.optimizer_step(policy)
         state = torch.get_rng_state
-        kept: Any = group._recovery._kept._kept[1]  # type: ignore[union-attr]
+        kept: Any = group._recovery._kept._kept[1]
         assert kept.header.name == "forward_backward" and callable(state)
         kept.digest = "that of other losses"
         with pytest.raises(GroupFailedError, match=r"operation 2 \(forward_backward\) has another result on the new ranks"):

@@ -13,7 +13,7 @@ import torch
 from actors.train import memory_boundary
 from actors.train.group import TrainGroup
 from actors.train.layout import Layout, check_fewest
-from actors.train.recovery import MOST_HOLDS, StateNotHeldError
+from actors.train.recovery import MOST_HOLDS, Recovery, StateNotHeldError
 from rl_backend.algorithm import sft_loss
 from rl_backend.contracts import (
     ConfigError,
@@ -60,7 +60,6 @@ def trained(group: TrainGroup, after: Callable[[int], None] = lambda step: None)
 
 
 def recovery_of(group: TrainGroup) -> Any:
-    assert group._recovery is not None
     return group._recovery
 
 
@@ -156,7 +155,8 @@ def test_a_group_is_reshaped_between_two_steps_alone(model: Path, holders: list[
         with pytest.raises(ConfigError, match=r"^gpus_per_rank=0\.5: "):
             group.reshape(2)
         assert len(ranks) == 1 and not group.reshapes and group.config.backend_cfg.parallel == ParallelConfig()
-    off = TrainGroup.__new__(TrainGroup)._over(RuntimeConfig(hf_path="m"), ranks[0])  # type: ignore[arg-type]
+    rank: Any = ranks[0]
+    off = TrainGroup.__new__(TrainGroup)._over(group.config, Recovery(rank, None, Layout(group.config, 1)))
     with pytest.raises(ConfigError, match=r"^TrainGroup\.recover='off'"):
         off.reshape(1)
 
