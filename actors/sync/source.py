@@ -3,21 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Concatenate, Protocol
+from typing import Any, Concatenate, Protocol, Self
 
 import torch
 from torch import Tensor
 
 from actors.train.group import PinnedRanks, TrainGroup
 from rl_backend.contracts import ConfigError, TensorInfo
-
-
-class SourceHandle(Protocol):
-    @property
-    def weight_version(self) -> int: ...
-
-    @property
-    def kept(self) -> Mapping[str, tuple[int, ...]]: ...
 
 
 class SourceContext(Protocol):
@@ -87,7 +79,7 @@ class _OnlyRank:
     def runtime(self) -> Any:
         return self
 
-    def handle(self, ref: None) -> SourceHandle:
+    def handle(self, ref: None) -> Self:
         if ref is not None:
             raise ConfigError.of("handle", ref, "a WeightSource is one model; leave the handle out")
         return self
@@ -96,10 +88,10 @@ class _OnlyRank:
     def weight_version(self) -> int:
         return self._source.version
 
-    def weight_infos(self, handle: SourceHandle, *, dtype: torch.dtype | None = None) -> tuple[TensorInfo, ...]:
+    def weight_infos(self, handle: Self, *, dtype: torch.dtype | None = None) -> tuple[TensorInfo, ...]:
         return tuple(TensorInfo.of(name, tensor.shape, tensor.dtype) for name, tensor in self._source.tensors(dtype))
 
     def export_weights(
-        self, handle: SourceHandle, *, dtype: torch.dtype | None = None, byte_budget: int | None = None
+        self, handle: Self, *, dtype: torch.dtype | None = None, byte_budget: int | None = None
     ) -> Iterator[tuple[str, Tensor]]:
         yield from self._source.tensors(dtype)

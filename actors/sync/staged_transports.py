@@ -46,7 +46,7 @@ from actors.cluster.rendezvous import (
     rendezvous_address,
 )
 from actors.rollout.group.engines import EngineSet, raise_failures
-from actors.sync.source import SourceContext, SourceHandle, SourceRanks
+from actors.sync.source import SourceContext, SourceRanks
 from actors.wire.segment import Segment, SharedSegment, host_identity, map_segment
 from rl_backend.contracts import (
     ConfigError,
@@ -215,7 +215,7 @@ def describe_export(
     context: SourceContext, key: str, handle: Any, dtype: str, byte_budget: int | None
 ) -> tuple[str, str, PushPlan | None]:
     """Runs on every rank: the rank's CUDA device, its host and, on the source rank, what a push would send."""
-    model: SourceHandle = context.handle(handle)
+    model = context.handle(handle)
     infos = tuple(context.runtime.weight_infos(model, dtype=dtype_from_name(dtype)))
     largest = max(infos, key=lambda info: info.nbytes, default=None)
     if byte_budget is not None and largest is not None and largest.nbytes > byte_budget:

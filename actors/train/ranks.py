@@ -208,10 +208,10 @@ class TrainRanks:
         with self._lock:
             self._check_alive()
             number, name, previous, self.journal = self._control("transfer", self.driver)
-            #             while
             deadline = time.monotonic() + timeout
             while True:
-                progress = self._all("progress")
+                asked = [worker.progress.remote() for worker in self.members.workers]
+                progress = [self._answer(rank, ref) for rank, ref in enumerate(asked)]
                 if all(finished >= number for _, finished in progress):
                     break
                 if time.monotonic() > deadline:
@@ -269,15 +269,16 @@ class TrainRanks:
     def _require_alive(self, when: str, pulse: Pulse) -> None:
         if (found := pulse.look()) is not None:
             ranks, how = found
-            places = [f"process {info.pid} on {info.node_ip}" for info in self.infos if info.rank in ranks]
-            where = f" ({', '.join(places)})" if places else ""
-            problem = f"rank {', '.join(map(str, ranks))}{where} {how} {when}{self._places_in_code(ranks)}"
-            self.fail(problem, ranks=ranks, hung=True)
+            self.fail(f"{self._named(ranks)} {how} {when}{self._places_in_code(ranks)}", ranks=ranks, hung=True)
 
     def _say_long_wait(self, title: str, pulse: Pulse, ranks: Sequence[int]) -> None:
         if seconds := pulse.long_wait():
             who = f"{duration(seconds)} for rank {', '.join(map(str, ranks))}{self._places_in_code(ranks)}"
             logger.warning("training group %r: %s has waited %s", self.members.name, title, who)
+
+    def _named(self, ranks: Sequence[int]) -> str:
+        places = ", ".join(f"process {info.pid} on {info.node_ip}" for info in self.infos if info.rank in ranks)
+        return f"rank {', '.join(map(str, ranks))}{f' ({places})' if places else ''}"
 
     def _places_in_code(self, ranks: Sequence[int]) -> str:
         found = places_in_code([info for info in self.infos if info.rank in ranks])
@@ -289,19 +290,12 @@ class TrainRanks:
             raise type(self._ended)(self._ended.message, **self._ended.details)
 
     def _control(self, method: str, *arguments: Any) -> Any:
-        ref = getattr(self.members.workers[0], method).remote(*arguments)
-        return self._answers([ref])[0]
+        return self._answer(0, getattr(self.members.workers[0], method).remote(*arguments))
 
     def _tell(self, method: str, *arguments: Any) -> None:
         # What the journal here has is told to those that take the place of a dead one, too; else the next operation raises.
         with suppress(GroupFailedError):
             self._control(method, *arguments)
-
-    def _all(self, method: str) -> list[Any]:
-        return self._answers([getattr(worker, method).remote() for worker in self.members.workers])
-
-    def _answers(self, refs: Sequence[ray.ObjectRef]) -> list[Any]:
-        return [self._answer(rank, ref) for rank, ref in enumerate(refs)]
 
     def _answer(self, rank: int, ref: ray.ObjectRef) -> Any:
         pulse = None
@@ -348,12 +342,10 @@ class TrainRanks:
 
     def _rank_died(self, when: str, died: Mapping[int, Exception], first: tuple[int, Failed] | None = None) -> NoReturn:
         ranks = sorted(died)
-        places = [f"process {info.pid} on {info.node_ip}" for info in self.infos if info.rank in died]
-        where = f" ({', '.join(places)})" if places else ""
         seen = f"; rank {first[0]} reported {first[1].error!r}" if first else ""
         reason = memory_death(died[ranks[0]]) or " ".join(str(died[ranks[0]]).split())
         self.fail(
-            f"rank {', '.join(map(str, ranks))}{where} died {when}{seen}; Ray says: {reason}",
+            f"{self._named(ranks)} died {when}{seen}; Ray says: {reason}",
             cause=died[ranks[0]],
             ranks=ranks,
             reason=reason,

@@ -202,12 +202,13 @@ class Recovery:
         with self._lock:
             self._off = self._off or why
             self._kept.clear()
-            self._give_room_back()
-            if self._memory is not None:
-                self._memory.close()
+            self._free()
 
     def kill(self) -> None:
         self.ranks.members.kill()
+        self._free()
+
+    def _free(self) -> None:
         self._give_room_back()
         if self._memory is not None:
             self._memory.close()
@@ -411,7 +412,7 @@ class Recovery:
                 return
             if self._off:
                 raise error
-            began, before, reason = time.monotonic(), self.layout, error.message.removesuffix(f"; {AFTERWARDS}")
+            began, before, reason = time.monotonic(), self.layout, _why(error)
             self._blame(self._running(), error)
             self._require_boundaries(error)
             with span("recover", "operation") as traced:
@@ -445,8 +446,7 @@ class Recovery:
                     self.stop(f"other ranks could not take their place: {again}")
                     if isinstance(again, GroupFailedError):
                         raise
-                    message = error.message.removesuffix(f"; {AFTERWARDS}")
-                    raise GroupFailedError(f"{message}; {self._off}; {AFTERWARDS}", **error.details) from again
+                    raise GroupFailedError(f"{_why(error)}; {self._off}; {AFTERWARDS}", **error.details) from again
                 time.sleep(_PAUSE_SECONDS * attempt)
                 attempt += 1
             except BaseException:
@@ -470,9 +470,8 @@ class Recovery:
         for boundary in self._kept.boundaries():
             if self._memory.choose(boundary) is None:
                 self.stop("the state in memory was lost")
-                message = error.message.removesuffix(f"; {AFTERWARDS}")
                 raise GroupFailedError(
-                    f"{message}; the process that kept the state of {boundary.handle.name!r} in memory died too, before "
+                    f"{_why(error)}; the process that kept the state of {boundary.handle.name!r} in memory died too, before "
                     "another one had it; all ranks were stopped. Continue from the newest checkpoint with resume=auto; "
                     "save_every=0 leaves none",
                     **error.details,
@@ -487,12 +486,11 @@ class Recovery:
         kept.deaths += 1
         if kept.deaths >= MOST_DEATHS:
             self.stop(f"{kept.title} has ended its ranks twice")
-            message = error.message.removesuffix(f"; {AFTERWARDS}")
             rows = "" if isinstance(kept.call, bytes) else f" (rows: {kept.call.describe()})"
             memory = f". Then held memory on the driver's node: {held}" if (held := error.details.get("memory")) else ""
             raise GroupFailedError(
-                f"{kept.title}{rows} has ended its ranks {kept.deaths} times, at last so: {message}{memory}; all ranks were "
-                "stopped. The newest checkpoint is whole: find what this operation does to a rank, and continue with "
+                f"{kept.title}{rows} has ended its ranks {kept.deaths} times, at last so: {_why(error)}{memory}; all ranks "
+                "were stopped. The newest checkpoint is whole: find what this operation does to a rank, and continue with "
                 "resume=auto",
                 **error.details,
             ) from error
@@ -567,6 +565,10 @@ class Recovery:
                 self.stop(f"{kept.title} could not be repeated")
                 problem = str(error) if isinstance(error, RLBackendError) else f"{kept.title} cannot be repeated: {error!r}"
                 fresh.fail(problem, cause=error)
+
+
+def _why(error: GroupFailedError) -> str:
+    return error.message.removesuffix(f"; {AFTERWARDS}")
 
 
 def _nothing(context: RankContext) -> None:
