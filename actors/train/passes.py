@@ -88,15 +88,7 @@ class Pass:
     def over(cls, handle: HandleRef, rows: Sequence[TokenSequence], options: PassOptions) -> Self:
         """Raises :class:`~rl_backend.contracts.BatchError` for data that does not fit its contract."""
         given: dict[str, Any] = {"forward_only": options.forward_only, "router_replay": options.router_replay}
-        divided = spread(
-            handle,
-            rows,
-            options.max_tokens,
-            trains=not options.forward_only,
-            has_loss=options.has_loss,
-            replays=options.router_replay == "replay",
-            meta=options.meta,
-        )
+        divided = spread(handle, rows, options)
         shares = [cloudpickle.dumps(RankFunction(forward_backward, (handle, data), given)) for data in divided.batches]
         return cls(handle, options, divided._replace(batches=()), shares)
 
@@ -130,23 +122,14 @@ def _unpacked(batch: PackedBatch) -> Iterator[TokenSequence]:
         yield TokenSequence(ids, {name: rows[index] for name, rows in fields.items()}, own)
 
 
-def spread(
-    handle: HandleRef,
-    rows: Sequence[TokenSequence],
-    max_tokens: int,
-    *,
-    trains: bool,
-    has_loss: bool,
-    replays: bool = False,
-    meta: Mapping[str, Any] | None = None,
-) -> Shares:
-    has_tenants = bool(rows) and LORA_FIELD in rows[0].sequence_fields
+def spread(handle: HandleRef, rows: Sequence[TokenSequence], options: PassOptions) -> Shares:
+    has_tenants, has_loss = bool(rows) and LORA_FIELD in rows[0].sequence_fields, options.has_loss
     # Here, not on the ranks: fillers are chosen by whether there is a loss.
-    if trains and not has_loss:
+    if not (has_loss or options.forward_only):
         raise BatchError("loss=None: only a forward_only pass can do without a loss")
     check_same_fields(rows)
     seq_lens = [len(sequence) for sequence in rows]
-    dp_size, multiple_of = handle.data_parallel_size, handle.micro_batch_multiple
+    dp_size, max_tokens, multiple_of = handle.data_parallel_size, options.max_tokens, handle.micro_batch_multiple
     # A loss that reads neither a mask nor targets would count fillers.
     fill = not has_loss or not rows[0].token_fields.keys().isdisjoint(("loss_mask", TARGET_IDS))
     tenants: list[int] = []
@@ -154,19 +137,18 @@ def spread(
         tenants = [int(row.sequence_fields[LORA_FIELD]) for row in rows]
         plan = plan_tenants(seq_lens, tenants, dp_size, max_tokens, multiple_of=multiple_of, fill=fill)
     else:
-        plan = _shared_plan(handle, rows, max_tokens, replays=replays) or plan_micro_batches(
+        plan = _shared_plan(handle, rows, options) or plan_micro_batches(
             seq_lens, dp_size, max_tokens, multiple_of=multiple_of, fill=fill
         )
-    return Shares(pack_plan(rows, plan, meta), plan, plan.with_fillers(seq_lens), tenants)
+    return Shares(pack_plan(rows, plan, options.meta), plan, plan.with_fillers(seq_lens), tenants)
 
 
-def _shared_plan(
-    handle: HandleRef, rows: Sequence[TokenSequence], max_tokens: int, *, replays: bool
-) -> MicroBatchPlan | None:
+def _shared_plan(handle: HandleRef, rows: Sequence[TokenSequence], options: PassOptions) -> MicroBatchPlan | None:
     if not handle.shares_prefixes:
         return None
+    replays = options.router_replay == "replay"
     tokens = [compared_tokens(row.input_ids, row.token_fields, replays=replays) for row in rows]
-    return plan_shared(tokens, handle.data_parallel_size, max_tokens, multiple_of=handle.micro_batch_multiple)
+    return plan_shared(tokens, handle.data_parallel_size, options.max_tokens, multiple_of=handle.micro_batch_multiple)
 
 
 def token_budget(wanted: int | None, most: int) -> int:

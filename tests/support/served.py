@@ -66,14 +66,8 @@ class GroupInProcess:
     def forward_backward(self, handle: Any, rows: Any, losses: Any, *, forward_only: bool = False, meta: Any = None) -> Any:
         if losses is not None:
             self.passes.append([int(row.sequence_fields["lora"]) for row in rows])
-        shares = passes.spread(
-            handle,
-            rows,
-            self.config.max_tokens_per_micro_batch,
-            trains=not forward_only,
-            has_loss=losses is not None,
-            meta=meta,
-        )
+        most = self.config.max_tokens_per_micro_batch
+        shares = passes.spread(handle, rows, passes.PassOptions(most, losses is not None, forward_only, "off", meta or {}))
         context: Any = SimpleNamespace(runtime=self._runtime, handle=lambda each: each)
         found = passes.forward_backward(context, handle, shares.batches[0], losses, forward_only=forward_only)
         return passes.merged(SimpleNamespace(source_ranks=(0,)), shares, [found])  # type: ignore[arg-type]

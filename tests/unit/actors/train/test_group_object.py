@@ -212,7 +212,7 @@ def test_each_rank_is_sent_the_pass_of_its_data_parallel_rank(group: TrainGroup,
         assert [call.args[0] for call in calls] == [two] * 2
         batches = [call.args[1] for call in calls]
         assert sorted(batch.input_ids.tolist() for (batch,) in batches) == [[10, 11, 12, 13], [20, 21, 22, 23]]
-        shares = passes.spread(two, rows, 7, trains=False, has_loss=False).batches
+        shares = passes.spread(two, rows, passes.PassOptions(7, False, True, "off", {})).batches
         assert [batch.input_ids.tolist() for (batch,) in batches] == [shares[each][0].input_ids.tolist() for each in (1, 0)]
         assert all(batch.meta["temperature"] == 0.5 for (batch,) in batches)
 

@@ -27,7 +27,7 @@ def sequence(first: int, length: int, *, mask: bool = True, tenant: int | None =
 
 
 def shares_of(handle: HandleRef, rows: Sequence[TokenSequence], max_tokens: int = 8, **given: Any) -> Shares:
-    return spread(handle, rows, max_tokens, **{"trains": True, "has_loss": True, **given})
+    return spread(handle, rows, PassOptions(max_tokens, True, False, "off", {})._replace(**given))
 
 
 def ids(batches: Sequence[PackedBatch]) -> list[list[list[int]]]:
@@ -78,15 +78,15 @@ def test_sequences_that_begin_alike_stay_together_where_the_model_shares_their_t
     assert shares_of(TWO_BY_TWO, rows, 44).plan.num_micro_batches == 4
     # A token with another route is another token.
     routed = [row.with_fields({"routed_experts": torch.full((41, 1, 1), index)}) for index, row in enumerate(rows)]
-    for replays, micro_batches in ((False, 1), (True, 4)):
-        found = shares_of(replace(TWO_BY_TWO, shares_prefixes=True), routed, 44, replays=replays)
+    for replay, micro_batches in (("record", 1), ("replay", 4)):
+        found = shares_of(replace(TWO_BY_TWO, shares_prefixes=True), routed, 44, router_replay=replay)
         assert found.plan.num_micro_batches == micro_batches
 
 
 def test_fillers_join_where_a_loss_cannot_count_them() -> None:
     masked, bare = [sequence(1, 4)], [sequence(1, 4, mask=False)]
-    for rows, has_loss, trains in ((masked, True, True), (bare, False, False), (masked, False, False)):
-        shares = shares_of(TWO_BY_TWO, rows, trains=trains, has_loss=has_loss)
+    for rows, has_loss in ((masked, True), (bare, False), (masked, False)):
+        shares = shares_of(TWO_BY_TWO, rows, forward_only=not has_loss, has_loss=has_loss)
         assert shares.plan.fillers == (0,) and list(shares.seq_lens) == [4, 4]
     with pytest.raises(BatchError):
         shares_of(TWO_BY_TWO, bare)
@@ -113,11 +113,11 @@ def test_a_backward_pass_needs_a_loss_and_a_model_or_tenants_that_train(
     handle = HandleRef("group", 1, "policy", forward_only_model, (0,), (0,))
     rows = [sequence(1, 4, tenant=tenant)]
     if refusal is None:
-        assert len(shares_of(handle, rows, trains=not forward_only, has_loss=has_loss).batches) == 1
+        assert len(shares_of(handle, rows, forward_only=forward_only, has_loss=has_loss).batches) == 1
         return
     kind, message = refusal
     with pytest.raises(kind) as caught:
-        shares_of(handle, rows, trains=not forward_only, has_loss=has_loss)
+        shares_of(handle, rows, forward_only=forward_only, has_loss=has_loss)
     assert str(caught.value) == message
 
 
