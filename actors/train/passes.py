@@ -1,7 +1,7 @@
 """Passes of a training group: sequences spread over its ranks, run there, and the results merged."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Self
 
 import torch
@@ -14,7 +14,6 @@ from rl_backend.contracts import (
     BatchError,
     ForwardResult,
     LossFn,
-    Metric,
     PackedBatch,
     TokenSequence,
     merge_metrics,
@@ -32,22 +31,6 @@ from rl_backend.data import (
 )
 from rl_backend.lab.text import count
 from rl_backend.runtime import RouterReplay
-
-
-class TenantForward(NamedTuple):
-    lora_id: int
-    losses: tuple[float, ...]
-    metrics: Mapping[str, Metric]
-    error: str
-    outputs: tuple[str, ...]
-
-
-@dataclass(frozen=True)
-class RankForward:
-    losses: tuple[float, ...]
-    metrics: Mapping[str, Metric]
-    outputs: Mapping[str, Tensor]
-    tenants: Mapping[str, TenantForward] = field(default_factory=dict)
 
 
 class Shares(NamedTuple):
@@ -111,7 +94,7 @@ class Pass:
         """What merges the results, without the sequences."""
         return replace(self, shares=())
 
-    def merged(self, values: Sequence[RankForward]) -> ForwardResult:
+    def merged(self, values: Sequence[ForwardResult]) -> ForwardResult:
         return merged(self.handle, self.divided, values)
 
 
@@ -162,53 +145,53 @@ def token_budget(wanted: int | None, most: int) -> int:
 
 def forward_backward(
     context: RankContext, handle: HandleRef, data: Sequence[PackedBatch], loss_fn: LossFn | None = None, **arguments: Any
-) -> RankForward:
-    """A pass on one rank, in training or evaluation mode."""
+) -> ForwardResult:
+    """A pass on one rank, in training or evaluation mode. Of each output it answers one tensor, the sequences end to end, in
+    which tenants have theirs too.
+    """
     runtime, model = context.runtime, context.handle(handle)
     # The frozen base of tenants is in evaluation mode while they train.
     evaluates = arguments.get("forward_only") or model.forward_only
     with runtime.eval_mode(model) if evaluates else runtime.train_mode(model):
         result = runtime.forward_backward(model, data, loss_fn, **arguments)
     # A view of a tensor is pickled with all of the tensor, so sequences travel as one.
-    outputs = {name: torch.cat(list(rows)).cpu() for name, rows in result.outputs.items()}
+    outputs = {name: (torch.cat(list(rows)).cpu(),) for name, rows in result.outputs.items()}
     tenants = {
-        name: TenantForward(part.lora_id, part.losses, dict(part.metrics), part.error, tuple(part.outputs))
+        name: replace(part, metrics=dict(part.metrics), outputs=dict.fromkeys(part.outputs, ()))
         for name, part in result.tenants.items()
     }
-    return RankForward(result.losses, dict(result.metrics), outputs, tenants)
+    return replace(result, metrics=dict(result.metrics), outputs=outputs, tenants=tenants)
 
 
-def merged(handle: HandleRef, shares: Shares, values: Sequence[RankForward]) -> ForwardResult:
+def merged(handle: HandleRef, shares: Shares, values: Sequence[ForwardResult]) -> ForwardResult:
     sources = [values[rank] for rank in handle.source_ranks]
-    # Loss i is the mean over data-parallel ranks of each rank's i-th micro-batch, because gradients are averaged over them:
-    # the sum of all is the number whose gradient the optimizer gets.
-    losses = [sum(of_batch) / len(sources) for of_batch in zip(*(source.losses for source in sources), strict=True)]
     outputs = {}
     for name in sources[0].outputs:
         per_rank = [
-            torch.split(source.outputs[name], [shares.seq_lens[index] for index in shares.plan.rank_indices(dp_rank)])
+            source.outputs[name][0].split([shares.seq_lens[index] for index in shares.plan.rank_indices(dp_rank)])
             for dp_rank, source in enumerate(sources)
         ]
         outputs[name] = restore_order(shares.plan, per_rank)
-    metrics = merge_metrics([source.metrics for source in sources])
     tenants = {
         name: _tenant_result(part.lora_id, [source.tenants[name] for source in sources], shares.tenants, outputs)
         for name, part in sources[0].tenants.items()
     }
-    return ForwardResult(tuple(losses), metrics, outputs, tenants)
+    return replace(_of_all(sources), outputs=outputs, tenants=tenants)
 
 
 def _tenant_result(
-    lora_id: int, parts: Sequence[TenantForward], tenants: Sequence[int], outputs: Mapping[str, Sequence[Tensor]]
+    lora_id: int, parts: Sequence[ForwardResult], tenants: Sequence[int], outputs: Mapping[str, Sequence[Tensor]]
 ) -> ForwardResult:
-    losses = [sum(of_batch) / len(parts) for of_batch in zip(*(part.losses for part in parts), strict=True)]
-    return ForwardResult(
-        tuple(losses),
-        merge_metrics([part.metrics for part in parts]),
-        {
-            name: [value for value, each in zip(outputs[name], tenants, strict=True) if each == lora_id]
-            for name in parts[0].outputs
-        },
-        error=next((part.error for part in parts if part.error), ""),
-        lora_id=lora_id,
-    )
+    own = {
+        name: [value for value, each in zip(outputs[name], tenants, strict=True) if each == lora_id]
+        for name in parts[0].outputs
+    }
+    error = next((part.error for part in parts if part.error), "")
+    return replace(_of_all(parts), outputs=own, error=error, lora_id=lora_id)
+
+
+def _of_all(parts: Sequence[ForwardResult]) -> ForwardResult:
+    # Loss i is the mean over data-parallel ranks of each rank's i-th micro-batch, because gradients are averaged over them:
+    # the sum of all is the number whose gradient the optimizer gets.
+    losses = (sum(of_batch) / len(parts) for of_batch in zip(*(part.losses for part in parts), strict=True))
+    return ForwardResult(tuple(losses), merge_metrics([part.metrics for part in parts]))

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from actors.train.context import HandleRef
-from actors.train.passes import Pass, PassOptions, RankForward, Shares, TenantForward, merged, spread, token_budget
-from rl_backend.contracts import BatchError, Metric, PackedBatch, TokenSequence
+from actors.train.passes import Pass, PassOptions, Shares, merged, spread, token_budget
+from rl_backend.contracts import BatchError, ForwardResult, Metric, PackedBatch, TokenSequence
 from rl_backend.contracts.lora import LORA_FIELD
 from rl_backend.data import MicroBatchPlan
 
@@ -139,27 +139,27 @@ def test_sequences_of_tenants_are_planned_apart_unless_all_go_to_one() -> None:
         assert list(shares_of(tenant, rows, 16).tenants) == []
 
 
-def part(lora_id: int, losses: tuple[float, ...], metric: Metric, error: str = "") -> TenantForward:
-    return TenantForward(lora_id, losses, {"m": metric}, error, ("log_probs",))
+def part(lora_id: int, losses: tuple[float, ...], metric: Metric, error: str = "") -> ForwardResult:
+    return ForwardResult(losses, {"m": metric}, {"log_probs": ()}, error=error, lora_id=lora_id)
 
 
 def test_outputs_come_in_the_callers_order_and_losses_are_means_over_data_parallel_ranks() -> None:
     plan = MicroBatchPlan((((1,), (0, 3)), ((2,), (4,))), fillers=(2,))
     lengths = [2, 3, 1, 4, 1]
     rows = [torch.full((length, 2), float(index)) for index, length in enumerate(lengths)]
-    first = RankForward(
+    first = ForwardResult(
         (1.0, 5.0),
         {"m": Metric(1.0, 2.0)},
-        {"log_probs": torch.cat([rows[1], rows[0], rows[3]])},
+        {"log_probs": [torch.cat([rows[1], rows[0], rows[3]])]},
         {"a": part(7, (1.0,), Metric(1.0, 1.0)), "b": part(0, (4.0,), Metric(2.0, 1.0))},
     )
-    second = RankForward(
+    second = ForwardResult(
         (2.0, 7.0),
         {"m": Metric(3.0, 5.0), "n": Metric(9.0, 1.0)},
-        {"log_probs": torch.cat([rows[2], rows[4]])},
+        {"log_probs": [torch.cat([rows[2], rows[4]])]},
         {"a": part(7, (2.0,), Metric(5.0, 3.0), "its loss failed"), "b": part(0, (9.0,), Metric(4.0, 1.0))},
     )
-    unread = RankForward((100.0, 100.0), {"m": Metric(100.0, 100.0)}, {})
+    unread = ForwardResult((100.0, 100.0), {"m": Metric(100.0, 100.0)}, {})
     values = [unread, first, second, unread]
     result = merged(TWO_BY_TWO, Shares([], plan, lengths, [7, 0, 0, 7]), values)
     assert result.losses == (1.5, 6.0)
