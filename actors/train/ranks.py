@@ -426,60 +426,48 @@ def start_ranks(
         timeout=placement_timeout,
     )
     _warn_of_idle_gpus(config, name, gpus_per_rank)
+    prefix = name if group_id[:8] in name else f"{name}-{group_id[:8]}"
+    # Ray may still have the name of a rank that died.
+    prefix += f"-again{epoch}" if epoch else ""
     try:
-        members = (group_id, name, failure_grace)
-        return _start(config, placed, members, driver or Driver.here(), epoch, cores_per_rank, gpus_per_rank, start_timeout)
+        driver = driver or Driver.here()
+        workers = tuple(
+            TrainActor.options(
+                name=f"{prefix}-rank{rank}",
+                num_cpus=cores_per_rank,
+                num_gpus=gpus_per_rank,
+                scheduling_strategy=placed.scheduling_strategy(rank),
+                allow_out_of_order_execution=False,
+                max_restarts=0,
+                max_task_retries=0,
+                runtime_env={"env_vars": _process_environment(cores_per_rank, gpus_per_rank)},
+            ).remote(group_id, rank, num_ranks, cores_per_rank, driver)
+            for rank in range(num_ranks)
+        )
+        ranks = TrainRanks(GroupMembers(group_id, name, workers, placed.group, failure_grace), driver, owned=True)
+        environments = [_rank_environment(rank, num_ranks, placed, gpus_per_rank) for rank in range(num_ranks)]
+        _begin(ranks, environments, config, start_timeout)
+        return ranks
     except BaseException:
         placed.remove()
         raise
 
 
-def _start(
-    config: RuntimeConfig,
-    placed: Reservation,
-    members: tuple[str, str, float],
-    driver: Driver,
-    epoch: int,
-    cores: int,
-    gpus: float,
-    timeout: float,
-) -> TrainRanks:
-    num_ranks = len(placed.slots)
-    group_id, name, failure_grace = members
-    prefix = name if group_id[:8] in name else f"{name}-{group_id[:8]}"
-    # Ray may still have the name of a rank that died.
-    prefix += f"-again{epoch}" if epoch else ""
-    workers = tuple(
-        TrainActor.options(
-            name=f"{prefix}-rank{rank}",
-            num_cpus=cores,
-            num_gpus=gpus,
-            scheduling_strategy=placed.scheduling_strategy(rank),
-            allow_out_of_order_execution=False,
-            max_restarts=0,
-            max_task_retries=0,
-            runtime_env={"env_vars": _process_environment(cores, gpus)},
-        ).remote(group_id, rank, num_ranks, cores, driver)
-        for rank in range(num_ranks)
-    )
-    ranks = TrainRanks(GroupMembers(group_id, name, workers, placed.group, failure_grace), driver, owned=True)
+def _begin(ranks: TrainRanks, environments: Sequence[Mapping[str, str]], config: RuntimeConfig, timeout: float) -> None:
+    workers = ranks.members.workers
     try:
         # Waiting for every process first keeps a slow one from looking like one that hangs.
         ranks.located(ranks.collect("start", 0, [worker.locate.remote() for worker in workers], timeout))
         nodes = [info.node_ip for info in ranks.infos]
         (rendezvous,) = ranks.collect("start", 0, [workers[0].open_rendezvous.remote(rendezvous_address(nodes))], timeout)
-        pickled = cloudpickle.dumps(config)
-        refs = [
-            worker.start.remote(_rank_environment(rank, num_ranks, placed, gpus), rendezvous, pickled)
-            for rank, worker in enumerate(workers)
-        ]
+        pickled, pairs = cloudpickle.dumps(config), zip(workers, environments, strict=True)
+        refs = [worker.start.remote(environment, rendezvous, pickled) for worker, environment in pairs]
         ranks.collect("start", 0, refs, timeout)
     except TimeoutError:
         ranks.fail(f"the ranks did not start within {timeout:g} s; see Ray's logs, or raise start_timeout")
     except BaseException:
         ranks.end()
         raise
-    return ranks
 
 
 def _warn_of_idle_gpus(config: RuntimeConfig, name: str, gpus_per_rank: float) -> None:
