@@ -25,6 +25,7 @@ from actors.rollout.group.group import RolloutGroup
 from actors.rollout.messages import AdapterVersion, PushedAdapter, Request
 from actors.sync.report import PushClock, PushReport
 from actors.sync.source import SourceRanks, pinned
+from actors.sync.staged_transports import SOURCE_RANK, from_source
 from actors.train.context import HandleRef, RankContext
 from actors.train.group import TrainGroup
 from actors.train.outcome import Apart
@@ -239,9 +240,8 @@ class AdapterPush:
             raise
 
     def _stage_in(self, dtype: str, place: Place) -> tuple[StagedAdapter, Any]:
-        (answer, *_) = self._ranks.run_on_ranks(stage_adapter, self._tenant, dtype, place)
-        assert answer is not None, "rank 0 answers"
-        staged: StagedAdapter = answer.value
+        answer: Apart[StagedAdapter] = from_source(self._ranks.run_on_ranks(stage_adapter, self._tenant, dtype, place))
+        staged = answer.value
         if isinstance(place, Segment):
             if staged.layout:
                 return staged, SharedFactors(place, staged.layout)
@@ -250,13 +250,12 @@ class AdapterPush:
 
     def _take_segment(self, dtype: str) -> Segment | None:
         if self._source is None:
-            (source, *_) = self._ranks.run_on_ranks(describe_source, self._tenant, dtype)
-            assert source is not None, "rank 0 answers"
-            self._source = source
-        if not self._rollout.lora.is_on_node(self._source.node_id, self._source.host):
+            self._source = from_source(self._ranks.run_on_ranks(describe_source, self._tenant, dtype))
+        source = self._source
+        if not self._rollout.lora.is_on_node(source.node_id, source.host):
             return None
         try:
-            return self._rollout.lora.memory.take(self._source.nbytes)
+            return self._rollout.lora.memory.take(source.nbytes)
         except (WeightSyncError, OSError):
             # Ray's object store goes to disk where memory is full; the report says which of the two it was.
             return None
@@ -330,7 +329,7 @@ class _Source(NamedTuple):
 
 
 def describe_source(context: RankContext, tenant: HandleRef, dtype: str) -> _Source | None:
-    if context.rank != 0:
+    if context.rank != SOURCE_RANK:
         return None
     shapes = context.runtime.get_lora_adapter(context.handle(tenant)).shapes
     nbytes = sum(map(prod, shapes.values())) * dtype_from_name(dtype).itemsize
@@ -367,7 +366,7 @@ def stage_adapter(context: RankContext, tenant: HandleRef, dtype: str, place: Pl
         )
     # What is answered is copied before the rank begins another operation.
     whole: Iterable[tuple[str, Tensor]] = context.runtime.export_lora_adapter(handle, copy=False)
-    if context.rank != 0:
+    if context.rank != SOURCE_RANK:
         deque(whole, maxlen=0)
         return None
     if isinstance(place, tuple) and not isinstance(place, Segment):
