@@ -25,7 +25,7 @@ from actors.train.kept import CHANGES, READS, Call, Facts, facts_of, models_in
 from actors.train.layout import Layout, check_fewest
 from actors.train.loss import LossSender
 from actors.train.order import Driver
-from actors.train.outcome import Apart, RankInfo
+from actors.train.outcome import RankInfo
 from actors.train.passes import Pass, PassOptions, token_budget
 from actors.train.pulse import BOUNDS, Recover, WaitBounds, end_processes
 from actors.train.ranks import GroupMembers, TrainRanks, start_ranks
@@ -639,18 +639,11 @@ class TrainGroup:
         """The result is what ``finish`` makes of what the ranks were sent and of their results."""
         recovery = self._recovery
         kept = recovery.send(title, call, None if loss is None else self._losses.send(loss), facts, epoch)
-
-        def wait(timeout: float | None) -> R:
-            answer = recovery.result(kept, timeout)
-            return finish(
-                answer.call,
-                [
-                    value._replace(stored=stored) if isinstance(value, Apart) else value
-                    for value, (_, stored) in zip(answer.values, answer.refs, strict=True)
-                ],
-            )
-
-        return GroupFuture(kept.title, wait, lambda: kept.ranks.ready(kept.outcomes))
+        return GroupFuture(
+            kept.title,
+            lambda timeout: finish(*recovery.result(kept, timeout)),
+            lambda: kept.ranks.ready(kept.outcomes),
+        )
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, fields, is_dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import xxhash
 from ray import cloudpickle
@@ -37,14 +37,6 @@ _WITHOUT_GRADIENTS = ("optimizer_step", "zero_grad", "load_checkpoint")
 
 CHANGES: Facts = ("changes", frozenset(), None)
 READS: Facts = ("reads", frozenset(), None)
-
-
-class Answer(NamedTuple):
-    """The results of the ranks, with what each of them has stored, and what they were sent."""
-
-    values: list[Any]
-    refs: Sequence[tuple[Any, Any]]
-    call: Call
 
 
 @dataclass(eq=False)

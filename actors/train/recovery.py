@@ -6,19 +6,19 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from ray import cloudpickle
 
 from actors.cluster import prometheus
 from actors.cluster.placement import AskedRoom
 from actors.train.context import BuiltModel, HandleRef, RankContext, RankFunction
-from actors.train.kept import READS, Answer, Call, Facts, Kept, KeptOperations, calls_of
+from actors.train.kept import READS, Call, Facts, Kept, KeptOperations, calls_of
 from actors.train.layout import Layout
 from actors.train.loss import SentLoss
 from actors.train.memory_boundary import MemoryBoundaries, load_call
 from actors.train.order import Driver, OperationHeader
-from actors.train.outcome import AFTERWARDS
+from actors.train.outcome import AFTERWARDS, Apart
 from actors.train.pulse import end_processes
 from actors.train.ranks import TrainRanks
 from rl_backend.checkpoint.durable_commit import discard_draft
@@ -366,8 +366,10 @@ class Recovery:
                     logger.warning("training group %r cannot recover from now on: %s", ranks.members.name, self._off)
             return kept
 
-    def result(self, kept: Kept, timeout: float | None) -> Answer:
-        """The results of the ranks, of new ones where those that it was sent to die; raises as a group's future."""
+    def result(self, kept: Kept, timeout: float | None) -> tuple[Call, list[Any]]:
+        """What the ranks were sent, and their results, of new ones where those that it was sent to die; raises as a group's
+        future.
+        """
         while True:
             with self._lock:
                 ranks, refs, call, layout = kept.ranks, kept.refs, kept.call, self.num_layouts
@@ -398,7 +400,10 @@ class Recovery:
                     elif kept.role == "builds":  # asked of other ranks since, which have another layout
                         continue
                     self._kept.forget(kept)
-                return Answer(values, refs, call)
+                return call, [
+                    value._replace(stored=stored) if isinstance(value, Apart) else value
+                    for value, (_, stored) in zip(values, refs, strict=True)
+                ]
 
     def _replaced(self, title: str) -> RanksReplacedError:
         return RanksReplacedError(
