@@ -114,8 +114,8 @@ FAULTS = [
     Fault(
         "whole-gpus-beside-ranks",
         "actors.rollout.placement:with_share",
-        "or gpus < 1 < config.tensor_parallel",
-        "",
+        'not config.is_set("gpus_per_worker") or gpus < 1 < config.tensor_parallel',
+        'not config.is_set("gpus_per_worker")',
         ("test_engines_of_several_workers_share_no_gpus_with_ranks",),
         "engines would be refused after the ranks have started, for what the cluster has free",
     ),

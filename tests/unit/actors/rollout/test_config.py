@@ -51,7 +51,7 @@ from rl_backend.contracts import ConfigError
         ({"gpu_memory_utilization": 0.5, "kv_cache_gib": 1.0}, r"gpu_memory_utilization=0\.5: .* beside kv_cache_gib=1"),
         (
             {"gpus_per_worker": 0.5, "tensor_parallel": 2},
-            r"tensor_parallel=2: an engine of several workers .* 0\.5 is a share",
+            r"tensor_parallel=2: an engine of several workers .*=0\.5 is a share",
         ),
         ({"max_model_len": 100, "max_num_batched_tokens": 99}, "at least max_model_len=100"),
         ({"engine_args": {"enable_return_routed_experts": True}}, "use RolloutConfig.return_routed_experts"),
