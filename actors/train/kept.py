@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, fields, is_dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import xxhash
 from ray import cloudpickle
@@ -15,11 +15,13 @@ from torch import Tensor
 from actors.train.context import HandleRef, refs_in
 from actors.train.loss import SentLoss
 from actors.train.order import OperationHeader
-from actors.train.passes import Pass
-from actors.train.ranks import TrainRanks
 from rl_backend.contracts import RLBackendError
 from rl_backend.contracts.atoms import Operation
 from rl_backend.weights.inspection import tensor_digest
+
+if TYPE_CHECKING:
+    from actors.train.passes import Pass
+    from actors.train.ranks import TrainRanks
 
 type Role = Literal["builds", "changes", "reads", "pinned"]
 """``builds``: makes or frees a model. ``changes``: its state. ``reads``: leaves all as it is. ``pinned``: means nothing to

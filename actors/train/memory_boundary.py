@@ -4,13 +4,15 @@ Each rank copies its part to memory that a holder, a process of its node, keeps 
 holder there copies it from that. Of each model there are two: one is written while the other one is whole.
 """
 
+from __future__ import annotations
+
 import math
 import os
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import WeakKeyDictionary, finalize
 
 import ray
@@ -26,11 +28,13 @@ from actors.cluster.ray_watch import ray_is_usable
 from actors.train.context import HandleRef, RankContext, RankFunction
 from actors.train.outcome import Apart, RankInfo
 from actors.train.pulse import end_processes
-from actors.train.ranks import TrainRanks
 from actors.wire.held_memory import HeldKey, HolderActor, Written, fetch, nameless_file
 from rl_backend.checkpoint.state_in_memory import StateInMemory, write_state
 from rl_backend.contracts import GroupFailedError
 from rl_backend.lab.doctor.machine import read_memory
+
+if TYPE_CHECKING:
+    from actors.train.ranks import TrainRanks
 
 _PING_SECONDS = 5.0
 # After so long without an answer holders are asked whether they live, and sooner where one of this host is stopped.

@@ -1,12 +1,14 @@
 """Recovery of a training group: other ranks in the place of those that died, with the same models in the same state."""
 
+from __future__ import annotations
+
 import logging
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from ray import cloudpickle
 
@@ -20,7 +22,6 @@ from actors.train.memory_boundary import MemoryBoundaries, load_call
 from actors.train.order import Driver, OperationHeader
 from actors.train.outcome import AFTERWARDS, Apart
 from actors.train.pulse import end_processes
-from actors.train.ranks import TrainRanks
 from rl_backend.checkpoint.durable_commit import discard_draft
 from rl_backend.contracts import (
     GroupFailedError,
@@ -33,6 +34,9 @@ from rl_backend.contracts import (
 )
 from rl_backend.lab.text import count, duration
 from rl_backend.trace.recorder import span
+
+if TYPE_CHECKING:
+    from actors.train.ranks import TrainRanks
 
 # Of pickled operations in the memory of the driver: beyond it a run saves a checkpoint when its step ends, and beyond
 # twice as much the group gives its recovery up.
