@@ -71,7 +71,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], type[RLBackendError], str]] = {
         UnsupportedError,
         "sliding_window=20",
     ),
-    "a family without a bridge": ("gpt_neox", {}, UnsupportedError, "no bridge for model_type 'gpt_neox'"),
+    "a family without a bridge": ("gpt_neox", {}, UnsupportedError, "no bridge for model_type='gpt_neox'"),
 }
 
 
