@@ -28,7 +28,7 @@ from tests.support.variants import write_variant
 SMALL = {"hidden_size": 32, "intermediate_size": 48}
 # Equal ones, one alone, one token alone, more than a block of attention, and a number of sequences that no other has.
 LENGTHS = [(5, 17), (9, 9, 9), (70, 3), (40,), (2,), (6, 5, 4, 3, 2), *((3 + index, 20 - index) for index in range(14))]
-ATTENTION = "rl_backend.blocked_attention"
+ATTENTION = "rl_backend.cpu_attention"
 
 
 class Run(NamedTuple):
@@ -174,8 +174,9 @@ def test_schedules_that_split_the_backward_pass_are_refused(schedule: str, tmp_p
 def test_a_model_for_tenants_or_without_a_part_that_compiles_and_a_machine_without_a_compiler_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path = write_moe("qwen3_moe", tmp_path)
-    with open_runtime(path, compile=True, param_dtype="bfloat16") as runtime:
+    # Neither experts nor windows compile on a CPU.
+    path = write_moe("mixtral", tmp_path, sliding_window=4)
+    with open_runtime(path, compile=True) as runtime:
         with pytest.raises(ConfigError, match=r"compile=True: .* is for LoRA tenants"):
             runtime.build_model(trainable=False)
         with pytest.raises(ConfigError, match=r"compile=True: .*this model has none of them in this layout"):
