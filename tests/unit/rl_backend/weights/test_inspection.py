@@ -78,11 +78,10 @@ def test_a_part_that_fails_is_raised_when_nobody_works_any_more(bad: int) -> Non
         if part == bad:
             raise ValueError(f"part {part}")
 
-    with BlockThreads(2) as pool, pytest.raises(ValueError, match=f"part {bad}"):
-        try:
+    with BlockThreads(2) as pool:
+        with pytest.raises(ValueError, match=f"part {bad}"):
             pool.share(work, range(8))
-        finally:
-            assert not working
+        assert not working
 
 
 def test_a_running_digest_does_not_depend_on_how_tensors_are_parted() -> None:
