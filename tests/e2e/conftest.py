@@ -66,7 +66,7 @@ def rollout_pair(ray_cluster: None, tied_model: Path) -> Iterator[RolloutGroup]:
         max_model_len=384,
         max_num_batched_tokens=384,
         kv_cache_gib=0.25,
-        engine_args={"block_size": 32, "max_num_seqs": MAX_NUM_SEQS},
+        engine_args={"max_num_seqs": MAX_NUM_SEQS},
     )
     with GroupOfTurns(config) as group:
         yield group
