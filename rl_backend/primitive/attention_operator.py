@@ -94,7 +94,7 @@ def _(
     grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *others: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     grads, sinks = [x.new_empty(x.shape) for x in (query, key, value)], others[-1]
-    return grads[0], grads[1], grads[2], query.new_empty(0) if sinks is None else query.new_empty(sinks.shape)
+    return grads[0], grads[1], grads[2], query.new_empty(0) if sinks is None else sinks.new_empty(sinks.shape)
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:

@@ -27,12 +27,12 @@ def cpu_attention(
     """Packed causal attention; arguments as in :func:`~rl_backend.primitive.attention.packed_attention`.
 
     Queries attend to their own keys and to earlier ones apart, which are merged as in the cascades of FlashInfer (arXiv
-    2501.01005). Neighbouring segments of equal lengths are computed together. What a segment attends to has the same bits
-    alone, beside others and with any number of threads.
+    2501.01005). Neighbouring segments of equal lengths are computed together. In float32 and float64 what a segment attends
+    to has the same bits alone, beside others and with any number of threads.
 
     Args:
         tree: whose runs the segments are; keys are then those of its rows, and both lengths its runs'. The queries of all
-            that continue a run attend to its keys together, which are copied for none.
+            that continue a run attend to its keys together.
     """
     attended: Tensor = _CpuAttention.apply(query, key, value, tuple(query_lens), tuple(key_lens), sinks, tree)
     return attended
@@ -81,9 +81,8 @@ def attend_on_cpu(
     out = q.new_empty(q.shape, dtype=sum_dtype(q.dtype))
     log_sums = q.new_empty(q.shape[:2], dtype=sum_dtype(q.dtype))
     for part in parts_of(query_lens, key_lens, tree):
-        attended, sums = _kernel(
-            part.queries(q), part.keys(k), part.keys(v), is_causal=not part.earlier, scale=query.shape[-1] ** -0.5
-        )
+        keys, values = part.of_heads(k, query.shape[1]), part.of_heads(v, query.shape[1])
+        attended, sums = _kernel(part.queries(q), keys, values, is_causal=not part.earlier, scale=query.shape[-1] ** -0.5)
         if part.earlier:
             _merge(part.queries(out), part.queries(log_sums), sums, attended)
         else:
@@ -97,10 +96,12 @@ def attend_on_cpu(
 
 def _merge(rows: Tensor, sums: Tensor, other: Tensor, attended: Tensor | None = None) -> None:
     """Into ``rows``, what the same queries attend to elsewhere: each weighs as much as its sum has of both."""
-    both = torch.logaddexp(sums, other)
+    # Of operations that give a number the same bits wherever it stands, which logaddexp and addcmul do not.
+    largest = torch.maximum(sums, other)
+    both = (sums - largest).exp_().add_((other - largest).exp_()).log_().add_(largest)
     rows.mul_((sums - both).exp_().unsqueeze(-1))
     if attended is not None:
-        rows.addcmul_(attended, (other - both).exp_().unsqueeze(-1))
+        rows.add_(attended * (other - both).exp_().unsqueeze(-1))
     sums.copy_(both)
 
 
@@ -126,8 +127,8 @@ def gradients_on_cpu(
         of_queries, *of_keys = _backward_kernel(
             part.queries(grad_rows),
             part.queries(q),
-            part.keys(k),
-            part.keys(v),
+            part.of_heads(k, query.shape[1]),
+            part.of_heads(v, query.shape[1]),
             part.queries(out_rows),
             part.queries(log_sums),
             0.0,
@@ -148,7 +149,7 @@ def gradients_on_cpu(
     if sinks is not None:
         # As of a score whose value is 0.
         weights = (sinks.to(log_sums.dtype) - log_sums).exp_()
-        grad_sinks = weights.mul_((grad * out).sum(-1)).sum(0).neg_().to(sinks.dtype)
+        grad_sinks = weights.mul_((grad.to(log_sums.dtype) * out).sum(-1)).sum(0).neg_().to(sinks.dtype)
     grad_query, grad_key, grad_value = (
         x[..., : like.shape[-1]].to(like.dtype) for x, like in ((grad_q, query), (grad_k, key), (grad_v, value))
     )
@@ -161,12 +162,9 @@ def sum_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def _for_kernel(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    # It takes one number of heads and one width: zeros change neither scores nor the features that are kept.
-    width, group = max(query.shape[-1], value.shape[-1]), query.shape[1] // key.shape[1]
-    q, k, v = (_padded(x, width) for x in (query, key, value))
-    if group > 1:
-        k, v = (x.repeat_interleave(group, dim=1) for x in (k, v))
-    return q, k, v
+    # It takes one width: zeros change neither scores nor the features that are kept.
+    width = max(query.shape[-1], value.shape[-1])
+    return _padded(query, width), _padded(key, width), _padded(value, width)
 
 
 def _padded(x: Tensor, width: int) -> Tensor:
@@ -199,15 +197,21 @@ class _Part(NamedTuple):
         own = self.key_len - self.query_len
         return (rows[:, :own] if self.earlier else rows[:, own:]).transpose(1, 2)
 
+    def of_heads(self, x: Tensor, heads: int) -> Tensor:
+        """(M, kv_heads, dim) -> (batch, heads, keys, dim): the kernel takes no fewer heads of keys than of queries."""
+        keys = self.keys(x)
+        return keys if keys.shape[1] == heads else keys.repeat_interleave(heads // keys.shape[1], dim=1)
+
 
 def parts_of(query_lens: Sequence[int], key_lens: Sequence[int], tree: PrefixTree | None) -> Iterator[_Part]:
     """The parts that attention is computed in: of each query its own keys first."""
     first_query = first_key = 0
     for (queries, keys), run in groupby(zip(query_lens, key_lens, strict=True)):
         at, count = (first_query, first_key, queries, keys), len(list(run))
-        yield _Part(*at, count, earlier=False)
-        if keys > queries:
-            yield _Part(*at, count, earlier=True)
+        if queries:
+            yield _Part(*at, count, earlier=False)
+            if keys > queries:
+                yield _Part(*at, count, earlier=True)
         first_query += count * queries
         first_key += count * keys
     if tree is None:

@@ -8,8 +8,8 @@ FAULTS = [
     Fault(
         "gradient-of-sinks-with-the-wrong-sign",
         "rl_backend.primitive.cpu_attention:gradients_on_cpu",
-        "weights.mul_((grad * out).sum(-1)).sum(0).neg_().to(sinks.dtype)",
-        "weights.mul_((grad * out).sum(-1)).sum(0).to(sinks.dtype)",
+        "weights.mul_((grad.to(log_sums.dtype) * out).sum(-1)).sum(0).neg_().to(sinks.dtype)",
+        "weights.mul_((grad.to(log_sums.dtype) * out).sum(-1)).sum(0).to(sinks.dtype)",
         ("test_a_sink_takes_its_share_of_the_softmax",),
         "sinks would move away from what lowers the loss",
     ),

@@ -28,7 +28,7 @@ FAULTS = [
     Fault(
         "a-shared-run-weighs-as-much-as-an-answer",
         "rl_backend.primitive.cpu_attention:_merge",
-        "both = torch.logaddexp(sums, other)",
+        "both = (sums - largest).exp_().add_((other - largest).exp_()).log_().add_(largest)",
         "both = sums + 0.5",
         (_ATTENTION,),
         "answers would attend to their prompt too much or too little",
@@ -59,11 +59,11 @@ FAULTS = [
     ),
     Fault(
         "parts-added-up-in-half-precision",
-        "rl_backend.primitive.cpu_attention:sum_dtype",
-        "return torch.promote_types(dtype, torch.float32)",
-        "return dtype",
-        ("test_half_precision_adds_the_parts_of_its_gradients_in_float32",),
-        "prompts that many answers continue would be trained by rounded sums",
+        "rl_backend.primitive.cpu_attention:gradients_on_cpu",
+        "q.new_empty(q.shape, dtype=log_sums.dtype)",
+        "q.new_empty(q.shape)",
+        ("test_half_precision_adds_what_queries_get_from_every_run_in_float32",),
+        "tokens behind many turns would be trained by rounded sums",
     ),
     Fault(
         "gradient-of-a-shared-row-counted-once",

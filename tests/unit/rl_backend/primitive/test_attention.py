@@ -95,22 +95,31 @@ def threads(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("threads")
+@pytest.mark.parametrize("has_sinks", [False, True])
+@pytest.mark.parametrize("more_keys", [0, 33])
 @pytest.mark.parametrize("length", [65, 200, 770])
-@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 2), (4, 1), (1, 1)])
-def test_long_segments_of_equal_lengths_give_the_bits_of_each_alone(heads: int, kv_heads: int, length: int) -> None:
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(4, 2, 16), (4, 1, 16), (1, 1, 64), (9, 3, 64)])
+def test_segments_have_the_bits_of_each_alone(
+    heads: int, kv_heads: int, dim: int, length: int, more_keys: int, has_sinks: bool
+) -> None:
     torch.manual_seed(0)
-    count = 3
-    query, key, value = (torch.randn(count * length, each, 16) for each in (heads, kv_heads, kv_heads))
+    count, keys = 3, length + more_keys
+    query, key, value = (
+        torch.randn(count * rows, each, dim) for rows, each in ((length, heads), (keys, kv_heads), (keys, kv_heads))
+    )
+    sinks = torch.randn(heads) if has_sinks else None
 
     def attend(count: int, *inputs: Tensor) -> tuple[Tensor, ...]:
         q, k, v = (x.clone().requires_grad_() for x in inputs)
-        out = cpu_attention(q, k, v, [length] * count, [length] * count)
+        out = cpu_attention(q, k, v, [length] * count, [keys] * count, sinks)
         return out, *torch.autograd.grad(out.square().sum(), (q, k, v))
 
-    together = attend(count, query, key, value)
-    for rows in (slice(start, start + length) for start in range(0, count * length, length)):
-        for alone, beside in zip(attend(1, query[rows], key[rows], value[rows]), together, strict=True):
-            assert torch.equal(alone, beside[rows])
+    out, grad_query, grad_key, grad_value = attend(count, query, key, value)
+    for number in range(count):
+        own, seen = (slice(number * rows, (number + 1) * rows) for rows in (length, keys))
+        alone = attend(1, query[own], key[seen], value[seen])
+        beside = out[own], grad_query[own], grad_key[seen], grad_value[seen]
+        assert all(map(torch.equal, alone, beside))
 
 
 @ALL_LENGTHS

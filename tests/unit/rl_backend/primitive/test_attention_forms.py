@@ -87,8 +87,8 @@ def test_the_flash_kernel_is_given_what_it_takes(
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_half_precision_adds_the_parts_of_its_gradients_in_float32(dtype: torch.dtype) -> None:
-    """Each key is seen by its own run, and by every other one: as many parts as rounding would be seen in."""
+def test_half_precision_adds_what_queries_get_from_every_run_in_float32(dtype: torch.dtype) -> None:
+    """The queries of the last run have a part of their gradients from each of 60."""
     runs = 60
     tree = PrefixTree((8,) * runs, tuple(range(-1, runs - 1)), tuple(range(runs)))
     lengths = Lengths((tree.num_rows,), (tree.num_rows,))
