@@ -31,9 +31,8 @@ WARNING = "warning: "
 
 # Micro-batches below this cost time: gradients are reduced more often and layers recomputed before they get smaller, unless
 # sequences are shorter still.
+# Larger ones gain nothing on CPUs but take memory.
 _FEW_TOKENS = 2048
-# On CPUs larger ones gain 2 % and take a third more memory.
-_ENOUGH_ON_CPUS = 1536
 
 # Bytes of a process beside its tensors, measured: PyTorch and Ray in a rank, vLLM 0.30 in an engine on a CPU.
 _RANK, _ENGINE = int(0.4 * GIB), int(1.2 * GIB)
@@ -48,7 +47,7 @@ class Choice:
 
 
 def choose_micro_batch(config: RunConfig, kept: Mapping[str, Any]) -> Choice:
-    """The largest micro-batch, of at most ``MOST_TOKENS`` (1,536 on CPUs), for which ``ALMOST_FULL`` of the free memory is
+    """The largest micro-batch, of at most ``MOST_TOKENS`` (2,048 on CPUs), for which ``ALMOST_FULL`` of the free memory is
     enough.
 
     A given value wins, then one that is ``kept``, as :func:`chosen_options` had it. Where micro-batches would otherwise
@@ -77,7 +76,7 @@ def _choice(config: RunConfig) -> Choice:
         return Choice(config)
     room = ALMOST_FULL * _free(config, gpus)
     longest = config.longest_sequence or min(filter(None, (positions_of(config.model), MOST_TOKENS)))
-    wanted = MOST_TOKENS if gpus else max(_ENOUGH_ON_CPUS, longest)
+    wanted = MOST_TOKENS if gpus else max(_FEW_TOKENS, longest)
     kinds = _kinds(config, plans)
     for changes in kinds:
         if changes:
@@ -87,11 +86,10 @@ def _choice(config: RunConfig) -> Choice:
         planned = max(plan.workload.micro_batch_tokens for plan in plans.values())
         # The rest of what passes take grows with their tokens.
         tokens = wanted if most <= room else min(wanted, int((room - fixed) / (most - fixed) * planned))
-        least = longest if changes is kinds[-1] else max(longest, min(_FEW_TOKENS, wanted, planned))
+        least = longest if changes is kinds[-1] else max(longest, min(_FEW_TOKENS, planned))
         if tokens >= least:
             break
-    if tokens < wanted:
-        tokens = max(longest, 1 << max(tokens, 1).bit_length() - 1)
+    tokens = max(longest, 1 << max(tokens, 1).bit_length() - 1)
     config = with_options(config, {MICRO_BATCH: tokens, **changes})
     if tokens >= wanted and not changes:
         return Choice(config)

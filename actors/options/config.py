@@ -156,7 +156,7 @@ TRAINING = RANKS | OptionSet(
     follows={
         # Until a run has chosen by the memory that is free, see actors.checks.memory.
         MICRO_BATCH: Follows(
-            lambda config: MOST_TOKENS, until=MOST_TOKENS, text=f"{MOST_TOKENS} (1536 on CPUs), or fewer, as memory allows"
+            lambda config: MOST_TOKENS, until=MOST_TOKENS, text=f"{MOST_TOKENS} (2048 on CPUs), or fewer, as memory allows"
         ),
         f"{_OPTIMIZER}.total_training_steps": Follows(
             lambda config: config.optimizer_steps,

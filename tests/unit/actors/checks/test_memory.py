@@ -184,7 +184,7 @@ def test_sequences_fit_and_a_step_that_is_smaller_is_all_that_counts(monkeypatch
     monkeypatch.setattr(memory, "_plan", per_token(1.0, 1.0))
     sizes = {"max_prompt_tokens": 100, "max_response_tokens": 200, "prompts_per_step": 4, "samples_per_prompt": 4}
     whole = choose_micro_batch(config_of(GRPOConfig, **sizes), {}).config
-    assert whole.train.max_tokens_per_micro_batch == 1536, "a step of 16 x 300 tokens fits, and 1536 are enough for a CPU"
+    assert whole.train.max_tokens_per_micro_batch == 2048, "a step of 16 x 300 tokens fits, and 2048 are enough for a CPU"
     sizes |= {"max_prompt_tokens": 1000, "max_response_tokens": 2300}
     monkeypatch.setattr(memory, "_plan", per_token(1.0, 1.6))
     longest = choose_micro_batch(config_of(GRPOConfig, **sizes), {}).config
