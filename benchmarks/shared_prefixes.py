@@ -291,7 +291,6 @@ def _equal_routes(model_dir: Path, divisor: int) -> dict[str, Any]:
                 max_model_len=1024,
                 prefix_caching=caches,
                 return_routed_experts=True,
-                engine_args={"block_size": 32},
             )
             with RolloutGroup(config) as rollout:
                 samples = rollout.generate(prompts, sampling, seeds=sample_seeds(0, 0, groups, answers))

@@ -5,8 +5,9 @@ transformers gets what its Trainer gives it: sequences padded on the right to th
 mask where there is padding, labels of -100 there. Padding does not count as tokens. Runs are interleaved and the figures
 are medians. ``python -m benchmarks.train_speed`` writes ``results/train_speed.json``.
 
-With ``--gemm`` it adds ``share_of_gemm`` alone: operations per second of training steps of SmolLM2-135M, over those of
-products of square matrices of the same dtype with the same threads.
+With ``--gemm`` it adds ``share_of_gemm`` alone: operations per second of training steps of SmolLM2-135M, six a parameter
+and token, over those of products of square matrices of the same dtype with the same threads, and over those of products of
+the model's own shapes, which are slower. In bfloat16 where the processor multiplies it.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import argparse
 import statistics
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -23,6 +25,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.report import interleave, machine, medians, over_machines, update_result
+from rl_backend.checkpoint.hf_reader import HFReader
 from rl_backend.contracts import (
     MetricValue,
     ModelOutput,
@@ -31,7 +34,6 @@ from rl_backend.contracts import (
     RuntimeConfig,
 )
 from rl_backend.lab.doctor.machine import cpu_features
-from rl_backend.lab.plan.native import LiveBytes
 from rl_backend.runtime import create_runtime
 
 MODEL = {
@@ -49,6 +51,7 @@ LONGEST, SHORTEST = 512, 32
 SEQUENCES_PER_MICRO_BATCH = 8
 MIXED_MICRO_BATCHES = 2
 LEARNING_RATE = 1e-4
+SMOLLM2_PARAMETERS = 134_515_008
 # Of the products that a step is compared with: matrices of this many rows and columns, so many times.
 GEMM_SIZE, GEMM_TIMES = 2048, 8
 
@@ -207,9 +210,8 @@ def share_of_gemm(dtype: str, runs: int) -> dict[str, Any]:
     step, lengths, losses = runtime_step(smollm2(), "native", dtype=dtype), [[LONGEST] * 4], list[float]()
     train = timed(step, lengths, losses, vocab_size=49_152)
     train()
-    with LiveBytes() as counted:
-        train()
-    flops, tokens = counted.flops, sum(map(sum, lengths))
+    tokens = sum(map(sum, lengths))
+    flops = 6 * SMOLLM2_PARAMETERS * tokens
     factor = torch.randn(GEMM_SIZE, GEMM_SIZE).to(getattr(torch, dtype))
 
     def multiply() -> float:
@@ -218,17 +220,49 @@ def share_of_gemm(dtype: str, runs: int) -> dict[str, Any]:
             torch.mm(factor, factor)
         return 2 * GEMM_SIZE**3 * GEMM_TIMES / (time.perf_counter() - start)
 
-    multiply()
-    values = interleave(runs, {"training": lambda: train() * flops / tokens, "gemm": multiply})
-    shares = [one / other for one, other in zip(values["training"], values["gemm"], strict=True)]
-    print(f"{dtype}: {statistics.median(shares):.2f} of the products' operations per second, {shares}")
+    own = own_products(smollm2(), tokens, dtype)
+    for measure in (multiply, own):
+        measure()
+    values = interleave(runs, {"training": lambda: train() * flops / tokens, "gemm": multiply, "own_products": own})
+    shares = {
+        name: [one / other for one, other in zip(values["training"], values[name], strict=True)]
+        for name in ("gemm", "own_products")
+    }
+    middle = {name: statistics.median(each) for name, each in shares.items()}
+    print(
+        f"{dtype}: {middle['gemm']:.2f} of the speed of square products, {middle['own_products']:.2f} of its own, {shares}"
+    )
     return {
-        "share": statistics.median(shares),
+        "share": middle["gemm"],
+        "share_of_own_products": middle["own_products"],
         "shares": shares,
         "operations_per_second": values,
         "operations_per_step": flops,
         "tokens_per_step": tokens,
     }
+
+
+def own_products(model_dir: Path, tokens: int, dtype: str) -> Callable[[], float]:
+    """A measurement: operations per second of a step's products of so many tokens with a model's matrices, forward and
+    backward.
+    """
+    shapes = Counter(info.shape for info in HFReader(model_dir).infos.values() if len(info.shape) == 2)
+
+    def measure() -> float:
+        seconds = operations = 0.0
+        for (outputs, inputs), count in shapes.items():
+            x, weight, grad = (
+                torch.randn(size).to(getattr(torch, dtype))
+                for size in ((tokens, inputs), (outputs, inputs), (tokens, outputs))
+            )
+            start = time.perf_counter()
+            for left, right in ((x, weight.t()), (grad, weight), (grad.t(), x)):
+                torch.mm(left, right)
+            seconds += count * (time.perf_counter() - start)
+            operations += count * 6 * tokens * outputs * inputs
+        return operations / seconds
+
+    return measure
 
 
 def main() -> None:
@@ -240,8 +274,9 @@ def main() -> None:
     torch.set_num_threads(arguments.threads)
     facts = machine()
     if arguments.gemm:
-        shares = {dtype: share_of_gemm(dtype, arguments.runs) for dtype in ("float32", "bfloat16")}
         instructions = sorted({"avx512_bf16", "amx_bf16"} & set(cpu_features()))
+        dtypes = ("float32", "bfloat16") if instructions else ("float32",)
+        shares = {dtype: share_of_gemm(dtype, arguments.runs) for dtype in dtypes}
         found = {**shares, "bfloat16_instructions": instructions, "machine": facts}
         print(f"wrote {update_result('train_speed', {'share_of_gemm': found})}")
         return

@@ -27,7 +27,6 @@ import uuid
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Executor
 from contextlib import closing, suppress
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
@@ -60,7 +59,7 @@ from rl_backend.contracts import (
     dtype_from_name,
 )
 from rl_backend.weights.changes import make_patch
-from rl_backend.weights.inspection import block_threads, tensor_digest
+from rl_backend.weights.inspection import BlockThreads, block_threads, tensor_digest
 from rl_backend.weights.staging import as_announced, plan_layout, require_covered, write_tensors
 from rl_backend.weights.tiles import TileMap, slices_in
 
@@ -503,7 +502,7 @@ class _Connection:
     group: GlooGroup | None = None
     copies: dict[TensorInfo, Tensor] = field(default_factory=dict)
 
-    def send(self, info: TensorInfo, tensor: Tensor, mode: SendMode, pool: Executor | None) -> tuple[int, int]:
+    def send(self, info: TensorInfo, tensor: Tensor, mode: SendMode, pool: BlockThreads | None) -> tuple[int, int]:
         """Sends a host tensor, or a patch of its copy; returns bytes and the number of changed elements."""
         assert self.group is not None, "connect() comes before"
         if mode == "patch":

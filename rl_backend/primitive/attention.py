@@ -1,7 +1,7 @@
 """Causal attention over packed sequences that never see each other."""
 
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import cache, lru_cache
 from itertools import accumulate, groupby
 from typing import Any, NamedTuple, Self
@@ -11,316 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from rl_backend.primitive.cpu_attention import cpu_attention
 from rl_backend.primitive.prefix_tree import PrefixTree, take_rows
-
-_BLOCK = 64
-_BATCHED_SCORES = 2**19
-"""Scores of several sequences that one product computes: 2 MiB in float32, which the caches hold."""
-
-
-def blocked_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    query_lens: Sequence[int],
-    key_lens: Sequence[int],
-    sinks: Tensor | None = None,
-    tree: PrefixTree | None = None,
-) -> Tensor:
-    """Packed causal attention; arguments as in :func:`packed_attention`.
-
-    Each block of queries is multiplied with the keys up to its own end, which is half the work of a full square.
-    Neighbouring segments of equal lengths are computed together, and those of at most one block of queries are made
-    neighbours.
-
-    Args:
-        tree: whose runs the segments are; keys are then those of its rows, and both lengths its runs'. The keys of a run are
-            multiplied with the queries of all that continue it together, and copied for none.
-    """
-    attended: Tensor = _BlockedAttention.apply(query, key, value, tuple(query_lens), tuple(key_lens), sinks, tree)
-    return attended
-
-
-class _BlockedAttention(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        query_lens: tuple[int, ...],
-        key_lens: tuple[int, ...],
-        sinks: Tensor | None,
-        tree: PrefixTree | None,
-    ) -> Tensor:
-        order = order_by_length(query_lens, key_lens, tree)
-        query, key, value = order.queries.sort(query), order.keys.sort(key), order.keys.sort(value)
-        parents = None if tree is None else tree.parents
-        out, log_sums = torch.ops.rl_backend.attend_in_blocks(
-            query, key, value, *zip(*order.segments, strict=True), sinks, parents
-        )
-        ctx.save_for_backward(query, key, value, out, sinks, log_sums)
-        ctx.order, ctx.tree = order, tree
-        return order.queries.restore(out)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        query, key, value, out, sinks, log_sums = ctx.saved_tensors
-        order = ctx.order
-        grad = order.queries.sort(grad)
-        grads = gradients_in_blocks(grad, query, key, value, out, log_sums, sinks, order.segments, ctx.tree)
-        grad_query, grad_key, grad_value, grad_sinks = grads
-        grad_key, grad_value = (order.keys.restore(x) for x in (grad_key, grad_value))
-        return order.queries.restore(grad_query), grad_key, grad_value, None, None, grad_sinks, None
-
-
-def attend_in_blocks(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    segments: Sequence[tuple[int, int]],
-    sinks: Tensor | None,
-    tree: PrefixTree | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Attention of rows in the order of :func:`order_by_length`, and what the backward pass needs of it: (N, heads, 1), the
-    logarithms of its sums.
-    """
-    out, log_sums = query.new_empty(*query.shape[:2], value.shape[-1]), query.new_empty(*query.shape[:2], 1)
-    for block in blocks_of(query, key, segments, tree):
-        scores = block.scores(query, key)
-        if not block.earlier:
-            block.diagonal(scores).add_(block.minus_infinity)
-        largest = scores.amax(-1, keepdim=True)
-        # Once for each query: with its own keys.
-        own_sinks = None if block.earlier else sinks
-        if own_sinks is not None:
-            sink = block.gather(_of_rows(own_sinks, query))
-            largest = torch.maximum(largest, sink)
-        weights = scores.sub_(largest).exp_()
-        total = weights.sum(-1, keepdim=True)
-        if own_sinks is not None:
-            total += (sink - largest).exp_()
-        attended = torch.bmm(weights, block.keys(value)).div_(total)
-        (block.merge if block.earlier else block.put)(out, log_sums, attended, total.log_().add_(largest))
-    return out, log_sums
-
-
-# One operation for what watches operations: activation checkpointing keeps what it gives.
-_OPERATORS = torch.library.Library("rl_backend", "FRAGMENT")
-_OPERATORS.define(
-    "attend_in_blocks(Tensor query, Tensor key, Tensor value, int[] query_lens, int[] key_lens, Tensor? sinks,"
-    " int[]? parents) -> (Tensor, Tensor)"
-)
-
-
-def _attend_in_blocks(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    query_lens: list[int],
-    key_lens: list[int],
-    sinks: Tensor | None,
-    parents: list[int] | None,
-) -> tuple[Tensor, Tensor]:
-    tree = None if parents is None else PrefixTree(tuple(query_lens), tuple(parents), ends=())
-    return attend_in_blocks(query, key, value, list(zip(query_lens, key_lens, strict=True)), sinks, tree)
-
-
-_OPERATORS.impl("attend_in_blocks", _attend_in_blocks, "CPU")
-
-
-def gradients_in_blocks(
-    grad: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    out: Tensor,
-    log_sums: Tensor,
-    sinks: Tensor | None,
-    segments: Sequence[tuple[int, int]],
-    tree: PrefixTree | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Of what :func:`attend_in_blocks` took: queries, keys, values and sinks."""
-    grad_query = torch.empty_like(query, memory_format=torch.contiguous_format)
-    grad_key, grad_value = (x.new_zeros(x.shape[1], x.shape[0], x.shape[2]) for x in (key, value))
-    projection = (grad * out).sum(-1, keepdim=True)
-    grad_of_sinks = torch.empty_like(projection)
-    for block in blocks_of(query, key, segments, tree):
-        # Computed again from the saved log-sum-exp (Dao et al., 2022).
-        log_sum = block.gather(log_sums)
-        probabilities = block.scores(query, key).sub_(log_sum)
-        if block.earlier:
-            probabilities.exp_()
-        else:
-            # Hidden scores may exceed the log-sum-exp by any amount, so they are zeroed before the exponential and after.
-            block.diagonal(probabilities).mul_(block.visible)
-            block.diagonal(probabilities.exp_()).mul_(block.visible)
-        grad_block = block.gather(grad)
-        block.add_to_keys(grad_value, torch.bmm(probabilities.transpose(1, 2), grad_block))
-        grad_scores = torch.bmm(grad_block, block.keys(value).transpose(1, 2))
-        projected = block.gather(projection)
-        grad_scores.sub_(projected).mul_(probabilities)
-        of_queries = torch.bmm(grad_scores, block.keys(key)).mul_(block.scale)
-        (block.add if block.earlier else block.scatter)(grad_query, of_queries)
-        block.add_to_keys(grad_key, torch.bmm(grad_scores.transpose(1, 2), block.gather(query).mul_(block.scale)))
-        if sinks is not None and not block.earlier:
-            # As of a score whose value is 0.
-            of_sink = block.gather(_of_rows(sinks, query)).sub_(log_sum).exp_()
-            block.scatter(grad_of_sinks, of_sink.mul_(projected).neg_())
-    grad_sinks = None if sinks is None else grad_of_sinks.sum((0, 2))
-    return grad_query, grad_key.transpose(0, 1), grad_value.transpose(0, 1), grad_sinks
-
-
-def _of_rows(sinks: Tensor, query: Tensor) -> Tensor:
-    return sinks[None, :, None].expand(query.shape[0], -1, 1)
-
-
-class _Rows(NamedTuple):
-    tokens: Tensor | None = None  # (T,) where each row comes from; None keeps them where they are
-    places: Tensor | None = None  # (T,) the inverse
-
-    def sort(self, x: Tensor) -> Tensor:
-        return x if self.tokens is None else x[self.tokens]
-
-    def restore(self, x: Tensor) -> Tensor:
-        return x.contiguous() if self.places is None else x[self.places]
-
-
-class _Order(NamedTuple):
-    segments: list[tuple[int, int]]  # queries and keys
-    queries: _Rows
-    keys: _Rows
-
-
-def order_by_length(query_lens: tuple[int, ...], key_lens: tuple[int, ...], tree: PrefixTree | None = None) -> _Order:
-    """Equal segments of one block beside each other. Runs of a tree stay where they are: what continues one follows it."""
-    segments = list(zip(query_lens, key_lens, strict=True))
-    short = [segment for segment, _ in groupby(segments) if segment[0] <= _BLOCK]
-    if tree is not None or len(set(short)) == len(short):
-        return _Order(segments, _Rows(), _Rows())
-    by_length = sorted(range(len(segments)), key=segments.__getitem__)
-    queries = _rows_in_order(query_lens, by_length)
-    keys = queries if key_lens == query_lens else _rows_in_order(key_lens, by_length)
-    return _Order([segments[index] for index in by_length], queries, keys)
-
-
-def _rows_in_order(lens: tuple[int, ...], order: list[int]) -> _Rows:
-    lengths = torch.tensor(lens)
-    starts = lengths.cumsum(0) - lengths
-    sorted_lengths = lengths[order]
-    sorted_starts = sorted_lengths.cumsum(0) - sorted_lengths
-    tokens = torch.arange(sum(lens)) + (starts[order] - sorted_starts).repeat_interleave(sorted_lengths)
-    return _Rows(tokens, torch.argsort(tokens))
-
-
-class _Block(NamedTuple):
-    """Neighbouring queries of ``batch`` neighbouring segments of equal lengths, with the keys up to the last query's; or, of
-    ``earlier`` keys, queries that all see all of them, and see others too.
-    """
-
-    first_query: int  # of the segments, as are first_key and the two lengths of a segment
-    first_key: int
-    segment: tuple[int, int]
-    start: int  # within each segment, of the queries of the block
-    num_queries: int
-    num_keys: int
-    batch: int
-    kv_heads: int
-    scale: float
-    earlier: bool
-    minus_infinity: Tensor  # (queries, queries): what to add to hide what is above the diagonal
-    visible: Tensor  # (queries, queries): 1 up to the diagonal and 0 above
-
-    def scores(self, query: Tensor, key: Tensor) -> Tensor:
-        """(batch * kv_heads, group * queries, keys), scaled, not masked."""
-        return torch.bmm(self.gather(query).mul_(self.scale), self.keys(key).transpose(1, 2))
-
-    def diagonal(self, scores: Tensor) -> Tensor:
-        """(batch * kv_heads, group, queries, queries), a view: the part of the scores that the causal mask cuts."""
-        stacked: Tensor = scores.unflatten(1, (-1, self.num_queries))
-        return stacked[..., self.num_keys - self.num_queries :]
-
-    def keys(self, x: Tensor) -> Tensor:
-        """(T, kv_heads, dim) -> (batch * kv_heads, keys, dim)."""
-        rows: Tensor = x[self.first_key :][: self.batch * self.segment[1]].unflatten(0, (self.batch, -1))
-        return rows[:, : self.num_keys].transpose(1, 2).flatten(0, 1)
-
-    def add_to_keys(self, target: Tensor, x: Tensor) -> None:
-        """Adds (batch * kv_heads, keys, dim) onto (kv_heads, T, dim)."""
-        rows: Tensor = target[:, self.first_key :][:, : self.batch * self.segment[1]].unflatten(1, (self.batch, -1))
-        rows[:, :, : self.num_keys].transpose(0, 1).add_(x.unflatten(0, (self.batch, -1)))
-
-    def gather(self, x: Tensor) -> Tensor:
-        """(T, heads, dim) -> a new (batch * kv_heads, group * queries, dim)."""
-        # Heads that share keys are stacked.
-        rows: Tensor = self._queries(x).permute(0, 2, 3, 1, 4)
-        return rows.clone(memory_format=torch.contiguous_format).flatten(2, 3).flatten(0, 1)
-
-    def scatter(self, target: Tensor, x: Tensor) -> None:
-        self._queries(target).copy_(self._unstacked(x))
-
-    def add(self, target: Tensor, x: Tensor) -> None:
-        self._queries(target).add_(self._unstacked(x))
-
-    def put(self, out: Tensor, log_sums: Tensor, attended: Tensor, log_sum: Tensor) -> None:
-        """As :meth:`scatter`, what is attended to and the logarithms of its sums."""
-        self.scatter(out, attended)
-        self.scatter(log_sums, log_sum)
-
-    def merge(self, out: Tensor, log_sums: Tensor, attended: Tensor, log_sum: Tensor) -> None:
-        """With what the same queries attend to elsewhere: each weighs as much as its sum has of both (cascades of
-        FlashInfer, arXiv 2501.01005).
-        """
-        rows, sums, other = self._queries(out), self._queries(log_sums), self._unstacked(log_sum)
-        both = torch.logaddexp(sums, other)
-        rows.mul_((sums - both).exp_()).addcmul_(self._unstacked(attended), (other - both).exp_())
-        sums.copy_(both)
-
-    def _unstacked(self, x: Tensor) -> Tensor:
-        """(batch * kv_heads, group * queries, dim) -> (batch, queries, kv_heads, group, dim), a view."""
-        rows: Tensor = x.unflatten(0, (self.batch, -1)).unflatten(2, (-1, self.num_queries))
-        return rows.permute(0, 3, 1, 2, 4)
-
-    def _queries(self, x: Tensor) -> Tensor:
-        """(T, heads, dim) -> (batch, queries, kv_heads, group, dim), a view."""
-        rows: Tensor = x[self.first_query :][: self.batch * self.segment[0]].unflatten(0, (self.batch, -1))
-        grouped: Tensor = rows[:, self.start :][:, : self.num_queries].unflatten(2, (self.kv_heads, -1))
-        return grouped
-
-
-def blocks_of(query: Tensor, key: Tensor, segments: Sequence[tuple[int, int]], tree: PrefixTree | None) -> Iterator[_Block]:
-    """The products that attention is computed in, one after the other; those of runs with what continues them are last."""
-    square = query.new_ones(_BLOCK, _BLOCK)
-    masks = torch.stack((torch.full_like(square, -torch.inf).triu_(1), square.tril()))
-    scale = query.shape[-1] ** -0.5
-    # A library may split a product with fewer matrices than threads along the keys: the bits of a segment alone would then
-    # not be those beside others. As many matrices as threads, or more, get a thread each either way.
-    few = key.shape[1] < torch.get_num_threads()
-    first_query = first_key = 0
-    for (queries, keys), run in groupby(segments):
-        count = len(list(run))
-        for start in range(0, queries, _BLOCK):
-            num_queries = min(_BLOCK, queries - start)
-            num_keys = keys - queries + start + num_queries
-            cut = masks[:, :num_queries, :num_queries].unbind()
-            most = 1 if few and queries > _BLOCK else max(1, _BATCHED_SCORES // (query.shape[1] * num_queries * num_keys))
-            for first in range(0, count, most):
-                at = first_query + first * queries, first_key + first * keys
-                sizes = num_queries, num_keys, min(most, count - first)
-                yield _Block(*at, (queries, keys), start, *sizes, key.shape[1], scale, False, *cut)
-        first_query += count * queries
-        first_key += count * keys
-    if tree is None:
-        return
-    for first_key, keys, after in zip(tree.starts, tree.lengths, tree.rows_after, strict=True):
-        first, stop = first_key + keys, first_key + keys + after
-        most = max(_BLOCK, _BATCHED_SCORES // (query.shape[1] * keys))
-        for first_query in range(first, stop, most):
-            queries = min(most, stop - first_query)
-            at, sizes = (first_query, first_key), (queries, keys, 1)
-            yield _Block(*at, (queries, keys), 0, *sizes, key.shape[1], scale, True, *masks.unbind())
-
 
 _WINDOWED_BLOCK = 512
 
@@ -381,16 +73,15 @@ def packed_attention(
     """Softmax attention, causal inside each segment, scaled by ``head_dim ** -0.5``; no sequence is ever padded.
 
     A query sees the keys of its segment up to its own: the causal mask is aligned to the last query and the last key.
-    bfloat16 and float16 on CUDA take the variable-length flash kernel, float32 and float64 on a CPU the blocked form;
-    everything else takes SDPA for each run of neighbouring segments of equal length, with sinks block by block with a
-    mask.
+    bfloat16 and float16 on CUDA take the variable-length flash kernel, a CPU takes its own; everything else takes SDPA for
+    each run of neighbouring segments of equal length, with sinks block by block with a mask.
 
     Args:
         query: (N, heads, head_dim), where N is the sum of ``segments.query_lens``.
         key, value: (M, kv_heads, head_dim) and (M, kv_heads, value_dim), where M is the sum of ``segments.key_lens``;
             ``heads`` is a multiple of ``kv_heads`` (grouped-query attention).
             With ``segments.tree`` both are (N, ...), of the rows that the queries are of, and gathered here where the form
-            needs it: the blocked one does not.
+            needs it: that of a CPU does not.
         window: tokens that a token sees, itself included; None for all before it (sliding windows as in Mistral 7B, arXiv
             2310.06825).
         sinks: (heads,), one more score for each query of a head, of a key whose value is 0 (as in gpt-oss, arXiv
@@ -400,8 +91,8 @@ def packed_attention(
         (N, heads, value_dim)
     """
     if segments.tree is not None:
-        if _takes_blocks(query) and (window is None or window >= max(segments.key_lens)):
-            return blocked_attention(query, key, value, *(segments.query_lens,) * 2, sinks, segments.tree)
+        if query.is_cpu and (window is None or window >= max(segments.key_lens)):
+            return cpu_attention(query, key, value, *(segments.query_lens,) * 2, sinks, segments.tree)
         assert segments.key_index is not None, "Segments.of_tree makes one"
         key, value = (take_rows(x, segments.key_index) for x in (key, value))
     if query.is_meta:
@@ -428,15 +119,11 @@ def _whole(
     key_lens: Sequence[int],
     sinks: Tensor | None = None,
 ) -> Tensor:
-    if _takes_blocks(query):
-        return blocked_attention(query, key, value, query_lens, key_lens, sinks)
+    if query.is_cpu:
+        return cpu_attention(query, key, value, query_lens, key_lens, sinks)
     if sinks is not None:
         return windowed_attention(query, key, value, query_lens, key_lens, max(key_lens), sinks)
     return _by_runs(query, key, value, query_lens, key_lens)
-
-
-def _takes_blocks(query: Tensor) -> bool:
-    return query.device.type == "cpu" and query.dtype in (torch.float32, torch.float64)
 
 
 def _windowed_and_whole(
@@ -612,6 +299,7 @@ def _count(like: Tensor, products: int) -> None:
     torch.mm(one.expand(1, products), one.expand(products, 1))
 
 
+_OPERATORS = torch.library.Library("rl_backend", "FRAGMENT")
 _OPERATORS.define("attend_on_meta(Tensor query, Tensor value, int products) -> (Tensor, Tensor)")
 
 
@@ -623,7 +311,7 @@ _OPERATORS.impl("attend_on_meta", _attend_on_meta, "Meta")
 
 
 ATTENDS = (
-    "rl_backend.attend_in_blocks.default",
+    "rl_backend.attend_on_cpu.default",
     "rl_backend.attend_on_meta.default",
     "torch_attn._varlen_attn.default",
     "aten._scaled_dot_product_flash_attention.default",

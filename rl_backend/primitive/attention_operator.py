@@ -6,14 +6,8 @@ from typing import Any, NamedTuple, Self
 import torch
 from torch import Tensor
 
-from rl_backend.primitive.attention import (
-    Segments,
-    attend_in_blocks,
-    gradients_in_blocks,
-    order_by_length,
-    packed_attention,
-    varlen_attention,
-)
+from rl_backend.primitive.attention import Segments, packed_attention, varlen_attention
+from rl_backend.primitive.cpu_attention import attend_on_cpu, gradients_on_cpu, sum_dtype
 from rl_backend.primitive.prefix_tree import PrefixTree, take_rows
 
 
@@ -21,7 +15,7 @@ def has_operator(device: torch.device, dtype: torch.dtype, window: int | None, *
     """Whether :func:`compiled_attention` has a form for these: those that :func:`packed_attention` has one kernel for."""
     if device.type == "cuda":
         return dtype in (torch.bfloat16, torch.float16) and not sinks
-    return dtype in (torch.float32, torch.float64) and window is None
+    return window is None
 
 
 def compiled_attention(
@@ -37,7 +31,7 @@ def compiled_attention(
         if segments.key_index is not None:
             key, value = (take_rows(x, segments.key_index) for x in (key, value))
         return varlen_attention(query, key, value, segments, window)
-    attended: Tensor = torch.ops.rl_backend.blocked_attention(query, key, value, edges, sinks)[0]
+    attended: Tensor = torch.ops.rl_backend.cpu_attention(query, key, value, edges, sinks)[0]
     return attended
 
 
@@ -56,32 +50,30 @@ class _Runs(NamedTuple):
 
 
 @torch.library.custom_op(
-    "rl_backend::blocked_attention",
+    "rl_backend::cpu_attention",
     mutates_args=(),
     schema="(Tensor query, Tensor key, Tensor value, Tensor edges, Tensor? sinks) -> (Tensor, Tensor)",
 )
-def _blocked(query: Tensor, key: Tensor, value: Tensor, edges: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
-    """What is attended to, and (N, heads, 1), the logarithms of its sums, in the order that they are computed in."""
+def _attend(query: Tensor, key: Tensor, value: Tensor, edges: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
+    """What is attended to, and (N, heads), the logarithms of its sums."""
     runs = _Runs.of(edges)
-    order = order_by_length(*runs)
-    query, key, value = order.queries.sort(query), order.keys.sort(key), order.keys.sort(value)
-    out, log_sums = attend_in_blocks(query, key, value, order.segments, sinks, runs.tree)
-    return order.queries.restore(out), log_sums
+    return attend_on_cpu(query, key, value, runs.query_lens, runs.key_lens, sinks, runs.tree)
 
 
-@_blocked.register_fake
+@_attend.register_fake
 def _(query: Tensor, key: Tensor, value: Tensor, edges: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
     tokens, heads = query.shape[:2]
-    return query.new_empty(tokens, heads, value.shape[-1]), query.new_empty(tokens, heads, 1)
+    log_sums = query.new_empty(tokens, heads, dtype=sum_dtype(query.dtype))
+    return query.new_empty(tokens, heads, value.shape[-1]), log_sums
 
 
 @torch.library.custom_op(
-    "rl_backend::blocked_attention_backward",
+    "rl_backend::cpu_attention_backward",
     mutates_args=(),
     schema="(Tensor grad, Tensor query, Tensor key, Tensor value, Tensor out, Tensor log_sums, Tensor edges, "
     "Tensor? sinks) -> (Tensor, Tensor, Tensor, Tensor)",
 )
-def _blocked_backward(
+def _gradients(
     grad: Tensor,
     query: Tensor,
     key: Tensor,
@@ -92,22 +84,17 @@ def _blocked_backward(
     sinks: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     runs = _Runs.of(edges)
-    order = order_by_length(*runs)
-    grad, query, out = (order.queries.sort(x) for x in (grad, query, out))
-    key, value = order.keys.sort(key), order.keys.sort(value)
-    grads = gradients_in_blocks(grad, query, key, value, out, log_sums, sinks, order.segments, runs.tree)
-    grad_query, grad_key, grad_value, grad_sinks = grads
-    grad_key, grad_value = (order.keys.restore(x).contiguous() for x in (grad_key, grad_value))
-    of_sinks = query.new_empty(0) if grad_sinks is None else grad_sinks
-    return order.queries.restore(grad_query), grad_key, grad_value, of_sinks
+    *grads, grad_sinks = gradients_on_cpu(grad, query, key, value, out, log_sums, sinks, *runs)
+    grad_query, grad_key, grad_value = (x.contiguous() for x in grads)
+    return grad_query, grad_key, grad_value, query.new_empty(0) if grad_sinks is None else grad_sinks
 
 
-@_blocked_backward.register_fake
+@_gradients.register_fake
 def _(
     grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *others: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     grads, sinks = [x.new_empty(x.shape) for x in (query, key, value)], others[-1]
-    return grads[0], grads[1], grads[2], query.new_empty(0) if sinks is None else query.new_empty(sinks.shape)
+    return grads[0], grads[1], grads[2], query.new_empty(0) if sinks is None else sinks.new_empty(sinks.shape)
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -117,9 +104,9 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
 
 def _backward(ctx: Any, grad: Tensor, _: Tensor | None) -> tuple[Tensor | None, ...]:
     *others, sinks = ctx.saved_tensors
-    grads = torch.ops.rl_backend.blocked_attention_backward(grad, *others, sinks)
+    grads = torch.ops.rl_backend.cpu_attention_backward(grad, *others, sinks)
     grad_query, grad_key, grad_value, grad_sinks = grads
     return grad_query, grad_key, grad_value, None, None if sinks is None else grad_sinks
 
 
-_blocked.register_autograd(_backward, setup_context=_keep)
+_attend.register_autograd(_backward, setup_context=_keep)

@@ -6,7 +6,6 @@ the largest number for as many equal elements and no change behind them.
 """
 
 from collections.abc import Iterator
-from concurrent.futures import Executor
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -14,7 +13,7 @@ import torch
 from torch import Tensor
 
 from rl_backend.contracts import WeightCheckError
-from rl_backend.weights.inspection import bits_of, each_block
+from rl_backend.weights.inspection import BlockThreads, bits_of, each_block
 
 # Bytes of a gap between changed elements; a run of width 0 is sent whole.
 _WIDTHS = (1, 2)
@@ -41,7 +40,7 @@ class Patch(NamedTuple):
         return int(self.table[:, 0].sum())
 
 
-def make_patch(held: Tensor, tensor: Tensor, pool: Executor | None = None) -> Patch:
+def make_patch(held: Tensor, tensor: Tensor, pool: BlockThreads | None = None) -> Patch:
     """The patch that brings ``held`` to the bits of ``tensor``, which is done to ``held`` here.
 
     Both are contiguous CPU tensors of one shape and dtype. NaN differs from NaN, and 0.0 from -0.0, where their bits do.

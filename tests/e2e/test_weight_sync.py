@@ -32,7 +32,7 @@ from rl_backend.contracts import (
 )
 from tests.support.rollout import ReferenceTrainer
 
-# The last prompt fills whole blocks of vLLM's prefix cache (128 tokens on a CPU).
+# The last prompt fills whole blocks of vLLM's prefix cache (32 tokens on a CPU).
 PROMPTS = [[5, 6, 7, 8], list(range(10, 60)), [3 + i % 120 for i in range(300)]]
 SAMPLING = SamplingConfig(max_new_tokens=8)
 TOLERANCE = 1e-5

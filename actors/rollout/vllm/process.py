@@ -28,6 +28,8 @@ _LONGEST = 400
 _HUGE_PAGES = "glibc.malloc.hugetlb=1"
 # Of recurrent states: rounded, they carry the error of every token on to all that follow.
 _STATE_DTYPE = "float32"
+# Tokens of keys and values that are shared or computed as one; the smallest that vLLM's attention on CPUs has kernels for.
+_CPU_BLOCK = 32
 _ATTENTION, _DELTANET = ("qkv_proj", "o_proj"), ("in_proj_qkvz", "in_proj_ba", "out_proj")
 _FEED_FORWARD, _ENDS = ("gate_up_proj", "down_proj"), ("embed_tokens", "lm_head")
 # One module under the name of the checkpoint and that by which the shared expert calls it.
@@ -123,6 +125,9 @@ def start_vllm(config: RolloutConfig, device: str) -> Any:
         if has_latent_attention(model):
             # The one that vLLM prefers on machines with AMX takes bfloat16 alone, and drops a weight that an update needs.
             arguments.setdefault("attention_backend", "CPU_MLA")
+        elif not has_deltanet(model):
+            # vLLM takes 128: shorter prompts would be computed again for each of their samples.
+            arguments.setdefault("block_size", _CPU_BLOCK)
     else:
         arguments["gpu_memory_utilization"] = config.gpu_memory_utilization
         arguments["enable_sleep_mode"] = config.sleep_mode

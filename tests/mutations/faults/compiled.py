@@ -7,12 +7,12 @@ _LAYOUTS = "test_compiled_layers_train_as_others_do"
 
 FAULTS = [
     Fault(
-        "operator-reads-the-gradient-in-the-order-of-the-batch",
-        "rl_backend.primitive.attention_operator:_blocked_backward",
-        "grad, query, out = (order.queries.sort(x) for x in (grad, query, out))",
-        "query, out = (order.queries.sort(x) for x in (query, out))",
-        (f"{_OPERATOR}[sequences-False]",),
-        "sequences of other lengths would get each other's gradients",
+        "operator-forgets-what-its-runs-continue",
+        "rl_backend.primitive.attention_operator:_gradients",
+        "gradients_on_cpu(grad, query, key, value, out, log_sums, sinks, *runs)",
+        "gradients_on_cpu(grad, query, key, value, out, log_sums, sinks, *runs[:2])",
+        (f"{_OPERATOR}[tree-False]",),
+        "compiled layers would train prompts without their answers",
     ),
     Fault(
         "operator-takes-each-run-for-a-child-of-another",

@@ -7,9 +7,9 @@ _BRIDGE = "test_tensor_parallel_ranks_train_as_one"
 FAULTS = [
     Fault(
         "gradient-of-sinks-with-the-wrong-sign",
-        "rl_backend.primitive.attention:gradients_in_blocks",
-        "block.scatter(grad_of_sinks, of_sink.mul_(projected).neg_())",
-        "block.scatter(grad_of_sinks, of_sink.mul_(projected))",
+        "rl_backend.primitive.cpu_attention:gradients_on_cpu",
+        "weights.mul_((grad.to(log_sums.dtype) * out).sum(-1)).sum(0).neg_().to(sinks.dtype)",
+        "weights.mul_((grad.to(log_sums.dtype) * out).sum(-1)).sum(0).to(sinks.dtype)",
         ("test_a_sink_takes_its_share_of_the_softmax",),
         "sinks would move away from what lowers the loss",
     ),

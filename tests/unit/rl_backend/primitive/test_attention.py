@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from rl_backend.primitive import attention
-from rl_backend.primitive import attention as blocked
-from rl_backend.primitive.attention import Segments, blocked_attention, packed_attention
+from rl_backend.primitive.attention import Segments, packed_attention
+from rl_backend.primitive.cpu_attention import cpu_attention
 
 
 class Lengths(NamedTuple):
@@ -71,7 +71,7 @@ def assert_as_defined(function: Attention, heads: int, kv_heads: int, lengths: L
 
 
 @ALL_LENGTHS
-@pytest.mark.parametrize("implementation", [blocked_attention, attention._by_runs])
+@pytest.mark.parametrize("implementation", [cpu_attention, attention._by_runs])
 @pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (4, 2), (6, 1)])
 def test_packed_attention_is_causal_attention_within_each_segment(
     implementation: Attention, heads: int, kv_heads: int, lengths: Lengths
@@ -79,15 +79,11 @@ def test_packed_attention_is_causal_attention_within_each_segment(
     assert_as_defined(implementation, heads, kv_heads, lengths)
 
 
-@pytest.mark.parametrize("batched_scores", [1, 600, 2**19])
 @pytest.mark.parametrize("more_keys", [0, 7, 100])
-def test_short_segments_of_equal_lengths_in_any_order_are_attended_alone(
-    monkeypatch: pytest.MonkeyPatch, batched_scores: int, more_keys: int
-) -> None:
-    monkeypatch.setattr(blocked, "_BATCHED_SCORES", batched_scores)
+def test_segments_of_equal_lengths_in_any_order_are_attended_alone(more_keys: int) -> None:
     queries = (5, 64, 3, 5, 130, 3, 5, 64, 65, 5, 1, 130, 1)
     keys = tuple(length + more_keys * (index % 3 == 0) for index, length in enumerate(queries))
-    assert_as_defined(blocked_attention, 4, 2, Lengths(queries, keys))
+    assert_as_defined(cpu_attention, 4, 2, Lengths(queries, keys))
 
 
 @pytest.fixture(params=[1, 2])
@@ -99,22 +95,31 @@ def threads(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("threads")
+@pytest.mark.parametrize("has_sinks", [False, True])
+@pytest.mark.parametrize("more_keys", [0, 33])
 @pytest.mark.parametrize("length", [65, 200, 770])
-@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 2), (4, 1), (1, 1)])
-def test_long_segments_of_equal_lengths_give_the_bits_of_each_alone(heads: int, kv_heads: int, length: int) -> None:
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(4, 2, 16), (4, 1, 16), (1, 1, 64), (9, 3, 64)])
+def test_segments_have_the_bits_of_each_alone(
+    heads: int, kv_heads: int, dim: int, length: int, more_keys: int, has_sinks: bool
+) -> None:
     torch.manual_seed(0)
-    count = 3
-    query, key, value = (torch.randn(count * length, each, 16) for each in (heads, kv_heads, kv_heads))
+    count, keys = 3, length + more_keys
+    query, key, value = (
+        torch.randn(count * rows, each, dim) for rows, each in ((length, heads), (keys, kv_heads), (keys, kv_heads))
+    )
+    sinks = torch.randn(heads) if has_sinks else None
 
     def attend(count: int, *inputs: Tensor) -> tuple[Tensor, ...]:
         q, k, v = (x.clone().requires_grad_() for x in inputs)
-        out = blocked_attention(q, k, v, [length] * count, [length] * count)
+        out = cpu_attention(q, k, v, [length] * count, [keys] * count, sinks)
         return out, *torch.autograd.grad(out.square().sum(), (q, k, v))
 
-    together = attend(count, query, key, value)
-    for rows in (slice(start, start + length) for start in range(0, count * length, length)):
-        for alone, beside in zip(attend(1, query[rows], key[rows], value[rows]), together, strict=True):
-            assert torch.equal(alone, beside[rows])
+    out, grad_query, grad_key, grad_value = attend(count, query, key, value)
+    for number in range(count):
+        own, seen = (slice(number * rows, (number + 1) * rows) for rows in (length, keys))
+        alone = attend(1, query[own], key[seen], value[seen])
+        beside = out[own], grad_query[own], grad_key[seen], grad_value[seen]
+        assert all(map(torch.equal, alone, beside))
 
 
 @ALL_LENGTHS
@@ -178,7 +183,7 @@ def test_whole_sequences_have_as_many_keys_as_queries() -> None:
 def test_attention_scores_far_apart_do_not_overflow(lengths: Lengths) -> None:
     query, key, value = (300.0 * tensor.detach().float() for tensor in make_qkv(2, 1, lengths))
     query.requires_grad_()
-    out = blocked_attention(query, key, value, *lengths)
+    out = cpu_attention(query, key, value, *lengths)
     out.sum().backward()
     assert query.grad is not None
     assert torch.isfinite(out).all() and torch.isfinite(query.grad).all()
@@ -187,10 +192,10 @@ def test_attention_scores_far_apart_do_not_overflow(lengths: Lengths) -> None:
 
 def test_a_later_token_does_not_change_an_earlier_one() -> None:
     query, key, value = (tensor.detach() for tensor in make_qkv(2, 2))
-    before = blocked_attention(query, key, value, *WHOLE)
+    before = cpu_attention(query, key, value, *WHOLE)
     changed = key.clone()
     changed[100] += 1.0  # in the third sequence, tokens 65 to 129
-    after = blocked_attention(query, changed, value, *WHOLE)
+    after = cpu_attention(query, changed, value, *WHOLE)
     same = torch.ones(sum(LENGTHS), dtype=torch.bool)
     same[100:130] = False
     assert torch.equal(before[same], after[same])

@@ -9,7 +9,9 @@ import torch
 from torch import Tensor
 
 from rl_backend.primitive import attention
-from rl_backend.primitive.attention import Segments, blocked_attention, packed_attention
+from rl_backend.primitive.attention import Segments, packed_attention
+from rl_backend.primitive.cpu_attention import cpu_attention
+from rl_backend.primitive.prefix_tree import PrefixTree
 from tests.unit.rl_backend.primitive.test_attention import Lengths, masked_softmax, segments_of
 
 LENGTHS = Lengths((3, 1, 5, 70), (3, 6, 5, 90))
@@ -33,7 +35,7 @@ def test_values_of_another_width_are_attended_to(value_dim: int, window: int | N
     forms: list[Any] = [lambda q, k, v: packed_attention(q, k, v, segments_of(LENGTHS), window)]
     if window is None:
         forms += [
-            lambda q, k, v: blocked_attention(q, k, v, *LENGTHS),
+            lambda q, k, v: cpu_attention(q, k, v, *LENGTHS),
             lambda q, k, v: attention._by_runs(q, k, v, *LENGTHS),
         ]
     expected = masked_softmax(*qkv, *LENGTHS, window)
@@ -85,25 +87,23 @@ def test_the_flash_kernel_is_given_what_it_takes(
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_half_precision_on_a_cpu_takes_no_blocked_form(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
-    taken: list[str] = []
-    for name in ("blocked_attention", "_by_runs", "windowed_attention"):
-        plain = getattr(attention, name)
-
-        def noted(*arguments: Any, name: str = name, plain: Any = plain, **options: Any) -> Tensor:
-            taken.append(name)
-            return plain(*arguments, **options)  # type: ignore[no-any-return]
-
-        monkeypatch.setattr(attention, name, noted)
-    lengths = Lengths((3, 4), (3, 4))
-    q, k, v = (each.detach().to(dtype) for each in draw(2, 1, 4, 4, lengths))
-    for sinks, expected in ((None, "_by_runs"), (torch.zeros(2, dtype=dtype), "windowed_attention")):
-        taken.clear()
-        packed_attention(q, k, v, segments_of(lengths), None, sinks)
-        assert taken[0] == expected
-    taken.clear()
-    packed_attention(q.float(), k.float(), v.float(), segments_of(lengths), None, torch.zeros(2))
-    assert taken == ["blocked_attention"]
+def test_half_precision_adds_what_queries_get_from_every_run_in_float32(dtype: torch.dtype) -> None:
+    """The queries of the last run have a part of their gradients from each of 60."""
+    runs = 60
+    tree = PrefixTree((8,) * runs, tuple(range(-1, runs - 1)), tuple(range(runs)))
+    lengths = Lengths((tree.num_rows,), (tree.num_rows,))
+    inputs = [each.detach().to(dtype) for each in draw(4, 1, 8, 8, lengths)]
+    mix = torch.randn(tree.num_rows, 4, 8).to(dtype)
+    found = {}
+    for wide, whole in ((False, False), (False, True), (True, True)):
+        qkv = [x.to(torch.float64 if wide else dtype).requires_grad_() for x in inputs]
+        out = packed_attention(*qkv, segments_of(lengths) if whole else Segments.of_tree(tree))
+        found[wide, whole] = out, *torch.autograd.grad((out * mix).sum(), qkv)
+    of_tree, of_one, right = (
+        [each.detach().double() for each in found[key]] for key in ((False, False), (False, True), (True, True))
+    )
+    for parts, one, exact in zip(of_tree, of_one, right, strict=True):
+        assert float((parts - exact).norm()) <= 1.5 * float((one - exact).norm())
 
 
 @pytest.mark.parametrize("value_dim", [4, 7])

@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 
 from rl_backend.data import prefixes
-from rl_backend.primitive import attention
 from rl_backend.primitive.attention import Segments, packed_attention
 from rl_backend.primitive.prefix_tree import PrefixTree, take_rows
 from tests.support.random_trees import sequences_of_a_tree
@@ -59,8 +58,7 @@ def test_attention_over_a_tree_is_that_of_its_sequences(
 
 
 @pytest.mark.parametrize("has_sinks", [False, True])
-def test_rows_after_a_long_run_attend_to_it_in_several_products(monkeypatch: pytest.MonkeyPatch, has_sinks: bool) -> None:
-    monkeypatch.setattr(attention, "_BATCHED_SCORES", 0)
+def test_long_runs_and_deep_ones_are_attended_to(has_sinks: bool) -> None:
     tree = PrefixTree((70, 90, 3, 65, 20), (-1, 0, 1, 0, -1), (3, 2, 1, 4))
     assert_as_whole_sequences(tree, None, (9, 3), has_sinks=has_sinks)
 

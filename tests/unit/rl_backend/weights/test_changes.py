@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
-
 import pytest
 import torch
 from torch import Tensor
 
 from rl_backend.contracts import WeightCheckError
 from rl_backend.weights.changes import Patch, apply_patch, empty_table, make_patch, payload_bytes
-from rl_backend.weights.inspection import BLOCK_BYTES, same_bytes
+from rl_backend.weights.inspection import BLOCK_BYTES, block_threads, same_bytes
 
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -76,7 +74,7 @@ def test_elements_on_both_sides_of_a_run_are_not_taken_for_each_other() -> None:
     now[[0, run - 1, run, 2 * run - 1, 2 * run]] *= -1
     patch = sent(held, now)
     assert patch.table[:, 0].tolist() == [2, 2, 1]
-    with ThreadPoolExecutor(3) as pool:
+    with block_threads(3) as pool:
         threaded = make_patch(held.clone(), now, pool)
     assert all(torch.equal(one, other) for one, other in zip(patch, threaded, strict=True))
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
+import time
+from threading import Barrier, get_ident
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ import xxhash
 from rl_backend.weights import inspection
 from rl_backend.weights.inspection import (
     BLOCK_BYTES,
+    BlockThreads,
     RunningDigest,
     block_threads,
     copy_with_digest,
@@ -48,20 +50,38 @@ def test_work_is_done_for_each_block_in_order(nbytes: int, sizes: list[int], thr
     assert found == [(place * BLOCK_BYTES, size) for place, size in enumerate(sizes)]
 
 
-def test_threads_take_two_blocks_at_one_time_and_few_blocks_need_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    runs: list[int] = []
-    with ThreadPoolExecutor(2) as pool:
-        plain = pool.map
+@pytest.mark.parametrize("others", [1, 3])
+def test_every_thread_takes_the_next_part_when_it_has_done_one(others: int) -> None:
+    taken: dict[int, int] = {}
+    all_are_there = Barrier(others + 1)
 
-        def counted(work: object, parts: list[list[range]]) -> object:
-            runs.extend(len(part) for part in parts)
-            return plain(work, parts)  # type: ignore[arg-type]
+    def work(part: int) -> int:
+        # Nobody can take a second part before everybody has one.
+        if part <= others:
+            all_are_there.wait(10)
+        taken[part] = get_ident()
+        return 2 * part
 
-        monkeypatch.setattr(pool, "map", counted)
-        each_block(2 * BLOCK_BYTES, len, pool)
-        assert runs == []
-        each_block(5 * BLOCK_BYTES, len, pool)
-        assert runs == [2, 2, 1]
+    with BlockThreads(others) as pool:
+        assert pool.share(work, range(9)) == list(range(0, 18, 2))
+    assert len({taken[part] for part in range(others + 1)}) == others + 1 and get_ident() in taken.values()
+
+
+@pytest.mark.parametrize("bad", [0, 3, 7])
+def test_a_part_that_fails_is_raised_when_nobody_works_any_more(bad: int) -> None:
+    working: set[int] = set()
+
+    def work(part: int) -> None:
+        working.add(part)
+        time.sleep(0.01)
+        working.discard(part)
+        if part == bad:
+            raise ValueError(f"part {part}")
+
+    with BlockThreads(2) as pool:
+        with pytest.raises(ValueError, match=f"part {bad}"):
+            pool.share(work, range(8))
+        assert not working
 
 
 def test_a_running_digest_does_not_depend_on_how_tensors_are_parted() -> None:

@@ -163,6 +163,7 @@ def test_vllm_is_started_with_what_the_configuration_says(vllm: Started, tmp_pat
         "max_num_seqs": 7,
         "kv_cache_memory_bytes": 2**28,
         "enable_chunked_prefill": False,
+        "block_size": 32,
     }
     start(tmp_path)
     names = ("load_format", "max_num_batched_tokens", "skip_tokenizer_init", "enforce_eager")
@@ -177,8 +178,9 @@ LATENT = {"model_type": "deepseek_v3", "kv_lora_rank": 512, "qk_rope_head_dim": 
 @pytest.mark.parametrize(
     ("fields", "settings", "expected"),
     [
-        ({}, {}, {"enable_chunked_prefill": False}),
-        ({"vision_config": {}}, {}, {"language_model_only": True, "enable_chunked_prefill": False}),
+        ({}, {}, {"enable_chunked_prefill": False, "block_size": 32}),
+        ({}, {"engine_args": {"block_size": 64}}, {"enable_chunked_prefill": False, "block_size": 64}),
+        ({"vision_config": {}}, {}, {"language_model_only": True, "enable_chunked_prefill": False, "block_size": 32}),
         (DELTANET, {}, {"mamba_ssm_cache_dtype": "float32", "enable_chunked_prefill": True}),
         (DELTANET, {"prefix_caching": False}, {"mamba_ssm_cache_dtype": "float32", "enable_chunked_prefill": False}),
         (LATENT, {}, {"attention_backend": "CPU_MLA", "enable_chunked_prefill": False}),
@@ -193,7 +195,7 @@ def test_kinds_of_models_are_served_in_their_own_way(
     vllm: Started, tmp_path: Path, fields: dict[str, Any], settings: dict[str, Any], expected: dict[str, Any]
 ) -> None:
     start(tmp_path, fields=fields, **settings)
-    names = ("language_model_only", "mamba_ssm_cache_dtype", "attention_backend", "enable_chunked_prefill")
+    names = "language_model_only", "mamba_ssm_cache_dtype", "attention_backend", "enable_chunked_prefill", "block_size"
     assert {name: vllm.arguments[name] for name in names if name in vllm.arguments} == expected
     served = {**fields, "scoring_func": "sigmoid", "topk_method": "noaux_tc"} if fields is LATENT else None
     assert vllm.served_config == served
@@ -215,7 +217,7 @@ def test_engines_on_a_gpu_fill_a_share_of_its_memory_or_what_they_are_told(
     assert vllm.arguments["gpu_memory_utilization"] == (0.9 if gib else 0.4) and vllm.arguments["enable_sleep_mode"] is True
     assert vllm.arguments["enforce_eager"] is False, "a GPU waits for launches"
     assert vllm.arguments.get("kv_cache_memory_bytes") == (2**29 if gib else None)
-    assert not vllm.arguments.keys() & {"enable_chunked_prefill", "attention_backend"}
+    assert not vllm.arguments.keys() & {"enable_chunked_prefill", "attention_backend", "block_size"}
 
 
 ATTENTION = ["qkv_proj", "o_proj"]

@@ -28,7 +28,7 @@ from tests.support.variants import write_variant
 SMALL = {"hidden_size": 32, "intermediate_size": 48}
 # Equal ones, one alone, one token alone, more than a block of attention, and a number of sequences that no other has.
 LENGTHS = [(5, 17), (9, 9, 9), (70, 3), (40,), (2,), (6, 5, 4, 3, 2), *((3 + index, 20 - index) for index in range(14))]
-ATTENTION = "rl_backend.blocked_attention"
+ATTENTION = "rl_backend.cpu_attention"
 
 
 class Run(NamedTuple):
@@ -152,16 +152,19 @@ def test_hooks_see_what_compiled_layers_compute(tmp_path: Path) -> None:
 
 @pytest.mark.long
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile on a CPU needs g++")
-def test_generated_code_trains_within_float32(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-5), ("bfloat16", 3e-2)])
+def test_generated_code_trains_within_rounding(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: str, tolerance: float
+) -> None:
     import torch._dynamo
 
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
     path, batches = write_tiny("qwen3", tmp_path / "model", **SMALL), batches_of(LENGTHS[:3])
     with torch._dynamo.config.patch(disable=False):
-        run = train(path, batches, open_with=open_runtime, compile=True)
-    expected = train(path, batches, open_with=open_runtime)
-    torch.testing.assert_close(run.losses, expected.losses, rtol=1e-6, atol=0.0)
-    assert_near(run.gradients, expected.gradients, 1e-5)
+        run = train(path, batches, open_with=open_runtime, compile=True, param_dtype=dtype)
+    expected = train(path, batches, open_with=open_runtime, param_dtype=dtype)
+    torch.testing.assert_close(run.losses, expected.losses, rtol=tolerance / 10, atol=0.0)
+    assert_near(run.gradients, expected.gradients, tolerance)
 
 
 @pytest.mark.parametrize("schedule", ["zb-h1", "zbv"])
@@ -174,8 +177,9 @@ def test_schedules_that_split_the_backward_pass_are_refused(schedule: str, tmp_p
 def test_a_model_for_tenants_or_without_a_part_that_compiles_and_a_machine_without_a_compiler_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path = write_moe("qwen3_moe", tmp_path)
-    with open_runtime(path, compile=True, param_dtype="bfloat16") as runtime:
+    # Neither experts nor windows compile on a CPU.
+    path = write_moe("mixtral", tmp_path, sliding_window=4)
+    with open_runtime(path, compile=True) as runtime:
         with pytest.raises(ConfigError, match=r"compile=True: .* is for LoRA tenants"):
             runtime.build_model(trainable=False)
         with pytest.raises(ConfigError, match=r"compile=True: .*this model has none of them in this layout"):
