@@ -184,7 +184,7 @@ def with_share(config: RolloutConfig, share: ClusterShare) -> RolloutConfig:
     if config.cores is None and config.cores_per_engine is None:
         of_share["cores_per_engine"] = share.cores_per_engine
     gpus = 0.0 if config.device == "cpu" or config.cores is not None else share.gpus_per_engine
-    if gpus and (not config.is_set("gpus_per_worker") or gpus < 1 < config.tensor_parallel):
+    if gpus and not config.is_set("gpus_per_worker"):
         of_share["gpus_per_worker"] = gpus
     if 0 < gpus < 1 and config.kv_cache_gib is None and not config.is_set("gpu_memory_utilization"):
         # The training rank has the rest of the GPU. Where it leaves it while engines are awake, that is little: its context.

@@ -106,18 +106,10 @@ FAULTS = [
     Fault(
         "share-of-a-gpu-over-what-is-given",
         "actors.rollout.placement:with_share",
-        'not config.is_set("gpus_per_worker") or gpus < 1 < config.tensor_parallel',
-        "True",
+        'if gpus and not config.is_set("gpus_per_worker"):',
+        "if gpus:",
         ("test_engines_take_their_share_of_the_cluster_where_they_do_not_say_otherwise",),
         "engines would take another share of a GPU than they were given",
-    ),
-    Fault(
-        "whole-gpus-beside-ranks",
-        "actors.rollout.placement:with_share",
-        'not config.is_set("gpus_per_worker") or gpus < 1 < config.tensor_parallel',
-        'not config.is_set("gpus_per_worker")',
-        ("test_engines_of_several_workers_share_no_gpus_with_ranks",),
-        "engines would be refused after the ranks have started, for what the cluster has free",
     ),
     Fault(
         "hiccups-add-up-to-a-loss",
