@@ -47,12 +47,14 @@ class Journey(NamedTuple):
 
 JOURNEYS: Mapping[str, Journey] = {
     "batch to gradient": Journey(
-        ("RLRun.collect", True),
+        ("SampledRun.collect", True),
         ("GuardedRuntime.forward_backward", True),
         carries=frozenset({"tokens", "tensor", "pickle"}),
         itself=frozenset({"tokens", "pickle"}),
     ),
-    "weights to vLLM": Journey(("RLRun.push", False), ("RLRun.push", True), frozenset({"weights", "tensor", "stream"})),
+    "weights to vLLM": Journey(
+        ("SampledRun.push", False), ("SampledRun.push", True), frozenset({"weights", "tensor", "stream"})
+    ),
     "checkpoint to disk": Journey(
         ("RunSaver.save", False), ("RunSaver.commit", True), frozenset({"path", "manifest", "tensor", "stream"})
     ),
