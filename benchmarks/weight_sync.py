@@ -58,8 +58,8 @@ INCLUDES = {
     "reset, vLLM's reload_weights from it; nothing is checked",
     "disk_kept": "as disk, to a new directory each time; the save before is removed, outside the timing, when the new one "
     "is loaded",
-    "limit": "copying the same tensors into a shared-memory segment that is there already, and vLLM's load of views of it; "
-    "nothing is checked",
+    "limit": "copying the same tensors into a shared-memory segment that is there already, prefix cache reset, and vLLM's "
+    "load of views of it; nothing is checked",
 }
 
 
@@ -73,6 +73,7 @@ class BenchmarkEngine(RolloutEngine):
 
     def load_unchecked(self, manifest: WeightManifest) -> None:
         """vLLM's own load of the segment that the last push used."""
+        self._vllm.llm.reset_prefix_cache()
         self._vllm.llm.start_weight_update()
         self._vllm.llm.update_weights({"update_info": {"manifest": manifest.model_dump_json()}})
         self._vllm.llm.finish_weight_update()
