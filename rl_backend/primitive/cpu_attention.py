@@ -136,15 +136,15 @@ def gradients_on_cpu(
             scale=query.shape[-1] ** -0.5,
         )
         rows = part.queries(grad_q)
-        rows = rows.add_(of_queries) if part.earlier else rows.copy_(of_queries)
+        (rows.add_ if part.earlier else rows.copy_)(of_queries)
         for whole, of_part in zip((grad_k, grad_v), of_keys, strict=True):
             # Heads that share keys are neighbours.
-            of_group, rows = of_part.unflatten(1, (key.shape[1], -1)), part.keys(whole)
+            of_group, own = of_part.unflatten(1, (key.shape[1], -1)), part.keys(whole)
             if part.earlier and tree is not None:
-                rows.add_(of_group.sum(2))
+                own.add_(of_group.sum(2))
             else:
                 # Nothing else has these keys, or comes before.
-                torch.sum(of_group, 2, dtype=whole.dtype, out=rows)
+                torch.sum(of_group, 2, dtype=whole.dtype, out=own)
     grad_sinks = None
     if sinks is not None:
         # As of a score whose value is 0.

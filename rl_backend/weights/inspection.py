@@ -149,7 +149,7 @@ def join_digests(digests: Iterable[bytes]) -> str:
 def each_block[T](nbytes: int, work: Callable[[range], T], pool: BlockThreads | None) -> list[T]:
     """``work`` of each block of that many bytes, in order; the last block may be shorter, and no bytes have none."""
     blocks = [range(first, min(first + BLOCK_BYTES, nbytes)) for first in range(0, nbytes, BLOCK_BYTES)]
-    return list(map(work, blocks)) if pool is None or len(blocks) < 2 else pool.share(work, blocks)
+    return list(map(work, blocks)) if pool is None else pool.share(work, blocks)
 
 
 def each_run_of_rows[T](work: Callable[..., T], pool: BlockThreads | None, *tensors: Tensor) -> list[T]:

@@ -36,8 +36,8 @@ FAULTS = [
     Fault(
         "gradients-of-answers-own-keys-lost",
         "rl_backend.primitive.cpu_attention:gradients_on_cpu",
-        "rows.add_(of_queries) if part.earlier else rows.copy_(of_queries)",
-        "rows.copy_(of_queries)",
+        "rows.add_ if part.earlier else rows.copy_",
+        "rows.copy_",
         (_ATTENTION,),
         "queries of answers would learn from their prompt alone",
     ),
