@@ -37,12 +37,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+import torch
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
 from actors.cluster.processes import Process
 from actors.wire.segment import shared_files
-from benchmarks import environment_tasks
+from benchmarks import checkpoint, environment_tasks
 from benchmarks.process_use import MARK, kind_of, processes
 from benchmarks.report import machine, read_result, update_result
-from examples.demo.task import layers_for, write_task
+from examples.demo.task import character_tokenizer, layers_for, write_task
 from tests.support.clusters import TwoNodes
 from tests.support.runs import differences, outcome
 
@@ -86,6 +89,7 @@ REWARD = """def compute_score(data_source, solution_str, ground_truth, extra_inf
 ALL = {"ranks": 2, "dtype": "float32", "metrics_to": "none"}
 SUMS = {**ALL, "model": "TASKS/sums/model", "dataset": "TASKS/sums/train.jsonl"}
 SFT = {**SUMS, "steps": 40, "save_every": 5, "batch_size": 8, "lr": 1e-3}
+MEMORY = {**SFT, "save_every": 0, "recover": "memory"}
 # An engine may be struck more often in a minute than a run allows in an hour.
 ROLLOUT = {"max_restarts": 8}
 SAMPLED = {"save_every": 2, "engines": 2, "samples_per_prompt": 4, "lr": 3e-4, "rollout": ROLLOUT}
@@ -99,7 +103,9 @@ SETTINGS: dict[str, tuple[str, Mapping[str, Any], tuple[str, ...]]] = {
     "sft_native": ("sft", SFT, ("rank",)),
     "sft_bridge": ("sft", {**SFT, "backend": "bridge"}, ("rank",)),
     "sft_pp2": ("sft", {**SFT, "pp": 2}, ("rank",)),
-    "sft_memory": ("sft", {**SFT, "save_every": 0, "recover": "memory"}, ("rank", "holder")),
+    "sft_memory": ("sft", MEMORY, ("rank", "holder")),
+    # 63M parameters, and steps of two seconds and more on two cores.
+    "sft_memory_large": ("sft", {**MEMORY, "model": "TASKS/large", "steps": 15, "batch_size": 96}, ("rank",)),
     "sft_ends": ("sft", SFT, tuple(place for place in ENDING if "engine" not in place)),
     "sft_nodes": ("sft", {**SFT, "placement": "spread"}, tuple(NODES)),
     "grpo_ends": ("grpo", GRPO, ("driver", "gcs", "raylet", "shared memory", "engine files", "starting engine")),
@@ -506,10 +512,11 @@ def figures(trials: Sequence[Mapping[str, Any]], undisturbed: Sequence[Mapping[s
             counts["faults"] += 1
             counts["recovered"] += each["status"] == 0
             counts["equal"] += not each["differs_in"]
-    memory = [each for each in trials if each["setting"] == "sft_memory" and each.get("first_step_seconds")]
-    lost = [fault["lost_seconds"] for each in memory for fault in each["faults"] if fault["lost_seconds"] is not None]
-    begun = [each["start_seconds"] + each["first_step_seconds"] for each in memory]
-    found["memory"] = {"lost_seconds_median": median(lost), "step_and_start_seconds_median": median(begun)}
+    for name in ("sft_memory", "sft_memory_large"):
+        memory = [each for each in trials if each["setting"] == name and each.get("first_step_seconds")]
+        lost = [fault["lost_seconds"] for each in memory for fault in each["faults"] if fault["lost_seconds"] is not None]
+        begun = [each["start_seconds"] + each["first_step_seconds"] for each in memory]
+        found[name] = {"lost_seconds_median": median(lost), "step_and_start_seconds_median": median(begun)}
     left = {kind: sum(len(each["left"][kind]) for each in trials) for kind in Left._fields}
     false = {"runs": len(undisturbed), "replaced": sum(each["replaced"] for each in undisturbed)}
     return {**found, "kinds": dict(sorted(table.items())), "left": left, "false_replacements": false}
@@ -542,10 +549,20 @@ def record(trials: Sequence[Mapping[str, Any]] = (), undisturbed: Sequence[Mappi
     update_result("recovery", {**figures(every["trials"], every["undisturbed"]), **every, "machine": machine()})
 
 
+def write_large_model(path: Path) -> None:
+    """Random weights in the shape of ``checkpoint.MODEL``, with the tokenizer of sums."""
+    tokenizer = character_tokenizer()
+    ends = {"bos_token_id": None, "eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
+    torch.manual_seed(0)
+    Qwen3ForCausalLM(Qwen3Config(**checkpoint.MODEL, **ends)).save_pretrained(path)
+    tokenizer.save_pretrained(path)
+
+
 def measure(names: list[str], arguments: argparse.Namespace, folder: Path) -> None:
     began, tasks, longest = time.monotonic(), folder / "tasks", dict.fromkeys(names, 0.0)
     if not tasks.exists():
         write_task(tasks / "sums", 0, num_layers=layers_for(2))
+        write_large_model(tasks / "large")
         environment_tasks.write_task(tasks / "calculator", "calculator")
         (tasks / "reward.py").write_text(REWARD)
     for name in names * arguments.trials:

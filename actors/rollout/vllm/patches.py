@@ -22,6 +22,8 @@ from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbed
 from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 from vllm.model_executor.models.gpt_oss import GptOssModel
 from vllm.platforms import current_platform
+from vllm.v1.core.block_pool import BlockPool
+from vllm.v1.core.kv_cache_utils import FreeKVCacheBlockQueue
 from vllm.v1.executor import multiproc_executor, uniproc_executor
 from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler, apply_top_k_top_p
 from vllm.v1.sample.sampler import Sampler
@@ -246,6 +248,23 @@ def normalise_log_probs_again() -> None:
         return sampled, log_probs
 
     Sampler.sample = sample_and_normalise
+
+
+def take_the_first_blocks_again() -> None:
+    """From now on a CPU takes blocks of keys and values from the first on when its cache of prefixes has been emptied."""
+    if not current_platform.is_cpu():
+        return
+    # vLLM takes the block that was free longest, so that each step touches others, until all of the cache is in memory.
+    reset = BlockPool.reset_prefix_cache
+
+    @wraps(reset)
+    def reset_and_sort(pool: Any) -> bool:
+        emptied: bool = reset(pool)
+        if emptied:
+            pool.free_block_queue = FreeKVCacheBlockQueue([block for block in pool.blocks if not block.is_null])
+        return emptied
+
+    BlockPool.reset_prefix_cache = reset_and_sort
 
 
 def bind_stores_to_their_address() -> None:

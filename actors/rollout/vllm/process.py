@@ -138,6 +138,9 @@ def start_vllm(config: RolloutConfig, device: str) -> Any:
             arguments.setdefault("hf_config_path", folder)
         llm = _make_llm(config, device, arguments)
         _check_states(llm)
+        if device == "cpu":
+            # vLLM has written zeros to all of it.
+            llm.collective_rpc("clear_cache")
     return llm
 
 

@@ -6,6 +6,8 @@ registers the engines and the loader and applies patches.
 
 from __future__ import annotations
 
+import ctypes
+import mmap
 import os
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
@@ -47,6 +49,7 @@ from actors.rollout.vllm.patches import (
     packing_experts_again,
     rotate_views_outside_the_kernel,
     route_by_sigmoid_without_groups,
+    take_the_first_blocks_again,
     turn_generators_back,
 )
 from actors.rollout.vllm.reads import record_reads, stand_ins
@@ -68,6 +71,10 @@ _KINDS = {
     "cuda_ipc": "actors.rollout.vllm.streaming.CheckedIpcWeightTransferEngine",
     "staged": "actors.rollout.vllm.worker.StagedWeightTransferEngine",
 }
+
+
+_madvise = ctypes.CDLL(None).madvise
+_madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 
 
 @dataclass
@@ -222,13 +229,17 @@ class WorkerExtension:
                 self._freed.append((storage, storage.nbytes()))
                 storage.resize_(0)
 
+    def clear_cache(self) -> None:
+        """Zeros in the place of keys and values, which take no memory until tokens are written to them; on a CPU."""
+        for cache in tree_leaves(self.model_runner.kv_caches):
+            _clear(cache.untyped_storage())
+
     def take_cache(self) -> None:
         """Takes it again. Nothing is in it."""
         while self._freed:
             storage, nbytes = self._freed.pop()
             storage.resize_(nbytes)
-            # Attention multiplies places that no token has by 0, which leaves a NaN one.
-            torch.tensor([], dtype=torch.uint8).set_(storage).zero_()
+            _clear(storage)
 
     def state_dtypes(self) -> list[str]:
         modules = self.model_runner.get_model().modules()
@@ -238,6 +249,16 @@ class WorkerExtension:
         model: torch.nn.Module = self.model_runner.get_model()
         routed = (MoERunner, RoutedExpertsCaptureSource)
         return sorted({int(module.layer_id) for module in model.modules() if isinstance(module, routed)})
+
+
+def _clear(storage: torch.UntypedStorage) -> None:
+    # Attention multiplies places that no token has by 0, which leaves a NaN one.
+    torch.tensor([], dtype=torch.uint8).set_(storage).zero_()
+    start, end = storage.data_ptr(), storage.data_ptr() + storage.nbytes()
+    first, last = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE, end // mmap.PAGESIZE * mmap.PAGESIZE
+    if first < last:
+        # Linux gives pages that are wanted again zeros, and takes memory for them then.
+        _madvise(first, last - first, mmap.MADV_DONTNEED)
 
 
 # Once in a process, and before vLLM makes a model: layers keep the functions that they find.
@@ -255,3 +276,4 @@ if BACKEND not in WeightTransferEngineFactory._registry:
     turn_generators_back()
     draw_one_number_for_a_token()
     normalise_log_probs_again()
+    take_the_first_blocks_again()

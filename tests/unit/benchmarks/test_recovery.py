@@ -188,8 +188,9 @@ def test_figures_are_of_the_trials_that_struck_a_place() -> None:
     assert figures([*trials, before], [])["engines"]["detect_seconds_p95"]["stop"] == 4.0
     times = {"setting": "sft_memory", "start_seconds": 9.0, "first_step_seconds": 0.5}
     struck_at_once = {**trials[2], **times, "first_step_seconds": None}
-    in_memory = figures([*({**each, **times} for each in trials[:2]), struck_at_once], [])["memory"]
-    assert in_memory == {"lost_seconds_median": 3.0, "step_and_start_seconds_median": 9.5}
+    in_memory = figures([*({**each, **times} for each in trials[:2]), struck_at_once], [])
+    assert in_memory["sft_memory_large"]["lost_seconds_median"] is None
+    assert in_memory["sft_memory"] == {"lost_seconds_median": 3.0, "step_and_start_seconds_median": 9.5}
     assert found["kinds"]["kill rank in step"] == {"faults": 2, "recovered": 1, "equal": 1}
     told = {"kind": "stop", "place": "engine", "step": -0.5}
     assert kind_of_fault("grpo_workers", told) == "stop engine of two workers in the start"

@@ -28,6 +28,7 @@ from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 from vllm.model_executor.models.gpt_oss import GptOssModel
 from vllm.utils.network_utils import get_file_store_init_method
+from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.executor import multiproc_executor, uniproc_executor
 from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler
 from vllm.v1.sample.sampler import Sampler
@@ -335,6 +336,30 @@ def test_log_probs_of_many_words_are_not_too_high(greedy: bool, monkeypatch: pyt
     assert returned is not None and torch.equal(returned, logits) == greedy
 
 
+def test_blocks_of_an_empty_cache_are_taken_from_the_first_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    own = inspect.unwrap(BlockPool.reset_prefix_cache)
+
+    def blocks_of_steps(steps: int) -> list[int]:
+        """Which blocks a request of three takes, step after step."""
+        pool, taken = BlockPool(9, enable_caching=True, hash_block_size=32), []
+        for _ in range(steps):
+            blocks: Any = pool.get_new_blocks(3)
+            for block in blocks:
+                # As of prompts, which later requests may begin with.
+                block._block_hash = f"prompt {block.block_id}".encode()
+            assert not pool.reset_prefix_cache(), "some are in use"
+            pool.free_blocks(reversed(blocks))
+            taken += [block.block_id for block in blocks]
+            assert pool.reset_prefix_cache()
+        assert sorted(block.block_id for block in pool.get_new_blocks(8)) == list(range(1, 9)), "all but the null block"
+        return taken
+
+    monkeypatch.setattr(BlockPool, "reset_prefix_cache", own)
+    assert len(set(blocks_of_steps(2))) == 6, "vLLM does so itself now"
+    patches.take_the_first_blocks_again()
+    assert blocks_of_steps(3) == [1, 2, 3] * 3
+
+
 @pytest.mark.parametrize(
     ("change", "owner", "name"),
     [
@@ -343,6 +368,7 @@ def test_log_probs_of_many_words_are_not_too_high(greedy: bool, monkeypatch: pyt
         (patches.turn_generators_back, CPUModelRunner, "_sample"),
         (patches.draw_one_number_for_a_token, TopKTopPSampler, "forward_cpu"),
         (patches.normalise_log_probs_again, Sampler, "sample"),
+        (patches.take_the_first_blocks_again, BlockPool, "reset_prefix_cache"),
         (patches.multiply_adapters_once_for_all_rows, punica_cpu, "bgmv_shrink"),
     ],
 )

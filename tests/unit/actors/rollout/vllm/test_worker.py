@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -240,6 +241,23 @@ def test_a_worker_gives_back_keys_and_values_and_takes_them_again_empty(worker: 
     both[0] = 1.0
     extension.take_cache()
     assert both[0].all(), "what was not freed is left alone"
+
+
+def test_keys_and_values_that_are_cleared_take_no_memory_until_they_are_written(worker: Any) -> None:
+    def resident() -> int:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
+
+    extension: Any = worker.WorkerExtension()
+    cache, small = torch.ones(2**26), torch.ones(3)
+    extension.model_runner = SimpleNamespace(kv_caches=[cache, small])
+    before = resident()
+    extension.clear_cache()
+    assert before - resident() > 0.9 * cache.nbytes
+    assert not cache.any() and not small.any()
+    extension.free_cache()
+    before = resident()
+    extension.take_cache()
+    assert resident() - before < 0.1 * cache.nbytes and not cache.any()
 
 
 def test_a_worker_names_the_layers_with_experts_and_the_dtypes_of_its_states(
