@@ -7,6 +7,7 @@ patches.py   packing_experts_again            CPU   kernels keep experts packed 
              turn_generators_back             CPU   a seeded prompt that is computed in pieces ends the engine
              draw_one_number_for_a_token      CPU   0.30 draws a number for every word for each token of a seeded request
              normalise_log_probs_again        CPU   of 49,152 words torch adds up too little: all log-probs are 4e-6 too high
+             normalise_in_a_kernel            CPU   a norm is six operations of torch, a twelfth of the time of sampling
              take_the_first_blocks_again      CPU   each step touches other blocks, until all of the cache is in memory
              multiply_adapters_once_...       CPU   every token gets a copy of its adapter: sampling takes 3 times as long
              keep_adapters_from_experts       CPU   with adapters on, experts get Triton kernels, which a CPU lacks

@@ -44,6 +44,7 @@ from actors.rollout.vllm.patches import (
     meet_in_shared_memory,
     multiply_adapters_once_for_all_rows,
     name_weight_loaders,
+    normalise_in_a_kernel,
     normalise_log_probs_again,
     packing_embeddings_again,
     packing_experts_again,
@@ -276,4 +277,5 @@ if BACKEND not in WeightTransferEngineFactory._registry:
     turn_generators_back()
     draw_one_number_for_a_token()
     normalise_log_probs_again()
+    normalise_in_a_kernel()
     take_the_first_blocks_again()

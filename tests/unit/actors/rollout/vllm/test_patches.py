@@ -16,6 +16,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+from torch.profiler import ProfilerActivity, profile
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
@@ -24,6 +25,7 @@ from vllm.lora.punica_wrapper import punica_cpu
 from vllm.model_executor.layers.fused_moe import unquantized_fused_moe_method
 from vllm.model_executor.layers.fused_moe.router.cpu_router import CPURouter
 from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
+from vllm.model_executor.layers.layernorm import RMSNorm
 from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 from vllm.model_executor.models.gpt_oss import GptOssModel
@@ -303,6 +305,19 @@ def test_tokens_are_drawn_as_often_as_they_are_likely_and_never_those_that_are_c
     assert 0 <= int(patches._tokens_at(torch.full((1, 4), torch.nan), ends[:1])) < 4
 
 
+@pytest.mark.parametrize("words", [1, 255, 256, 257, 49_152])
+def test_a_token_is_found_in_whatever_part_of_the_vocabulary_it_lies(words: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    log_probs = (3 * torch.randn(7, words, generator=generator)).log_softmax(-1)
+    log_probs[:, 1::3] = -torch.inf
+    numbers = torch.rand(7, dtype=torch.float64, generator=generator)
+    numbers[0], numbers[1] = 0.0, 1.0 - 2**-53
+    ends = log_probs.double().exp().cumsum(-1)
+    expected = [int((row <= number * row[-1]).sum()) for row, number in zip(ends, numbers, strict=True)]
+    expected[1] = int(log_probs[1].isfinite().nonzero()[-1])
+    assert patches._tokens_at(log_probs, numbers).tolist() == expected
+
+
 @pytest.mark.parametrize("greedy", [True, False])
 def test_log_probs_of_many_words_are_not_too_high(greedy: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Sampler, "sample", inspect.unwrap(Sampler.sample))
@@ -334,6 +349,56 @@ def test_log_probs_of_many_words_are_not_too_high(greedy: bool, monkeypatch: pyt
     # What is no log-prob stays.
     _, returned = Sampler.sample(sampler, logits.clone(), metadata, "processed_logits" if greedy else None)
     assert returned is not None and torch.equal(returned, logits) == greedy
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.bfloat16, 2e-2)])
+@pytest.mark.parametrize("features", [576, 128, 24, 7])
+def test_a_norm_of_a_cpu_is_one_kernel(
+    dtype: torch.dtype, tolerance: float, features: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    vllms = inspect.unwrap(RMSNorm.forward_cpu)
+    monkeypatch.setattr(RMSNorm, "forward_cpu", vllms)
+    patches.normalise_in_a_kernel()
+    generator = torch.Generator().manual_seed(0)
+    x, residual = (10 * torch.randn(5, features, generator=generator).to(dtype) for _ in range(2))
+    weight = nn.Parameter(torch.rand(features, generator=generator).to(dtype))
+    fields = {"weight": weight, "variance_epsilon": 1e-5, "variance_size_override": None}
+    norm, plain = (method(RMSNorm, has_weight=has, pass_weight=has, pass_weight_add=has, **fields) for has in (True, False))
+
+    def check(found: Tensor, rows: Tensor, by: float | Tensor) -> None:
+        exact = rows.double() / (rows.double().square().mean(-1, keepdim=True) + 1e-5).sqrt() * by
+        assert found.dtype == rows.dtype
+        torch.testing.assert_close(found.double(), exact, atol=tolerance, rtol=tolerance)
+
+    scale = weight.detach().double()
+    check(norm.forward_cpu(x.clone()), x, scale)
+    check(plain.forward_cpu(x.clone()), x, 1.0)
+    found, kept = norm.forward_cpu(x.clone(), residual.clone())
+    check(found, x + residual, scale)
+    assert torch.equal(kept, x + residual)
+    # With vLLM stay parts of other rows, such as queries in a product of all three, rows in another dtype than the weight,
+    # and a variance of some features alone.
+    parts = torch.randn(5, 3 * features, generator=generator).to(dtype)[:, features : 2 * features]
+    check(norm.forward_cpu(parts), parts, scale)
+    wide = x.to(torch.float64)
+    assert torch.equal(norm.forward_cpu(wide), vllms(norm, wide))
+    norm.variance_size_override = 4
+    assert torch.equal(norm.forward_cpu(x), vllms(norm, x))
+
+    def operations(forward: Any) -> set[str]:
+        with profile(activities=[ProfilerActivity.CPU]) as found:
+            forward(plain, x)
+        return {event.key for event in found.key_averages()}
+
+    if features % 8:
+        return
+    if dtype == torch.bfloat16:
+        summed = x.clone(), residual.clone()
+        torch.ops._C.fused_add_rms_norm(*summed, weight.data, 1e-5)
+        assert not torch.equal(summed[1], x + residual), "the kernel rounds to the nearest now"
+        return
+    assert len(operations(vllms)) > 4, "vLLM does so itself now"
+    assert operations(RMSNorm.forward_cpu) <= {"_C::rms_norm", "aten::empty_like", "aten::empty", "aten::empty_strided"}
 
 
 def test_blocks_of_an_empty_cache_are_taken_from_the_first_on(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -368,6 +433,7 @@ def test_blocks_of_an_empty_cache_are_taken_from_the_first_on(monkeypatch: pytes
         (patches.turn_generators_back, CPUModelRunner, "_sample"),
         (patches.draw_one_number_for_a_token, TopKTopPSampler, "forward_cpu"),
         (patches.normalise_log_probs_again, Sampler, "sample"),
+        (patches.normalise_in_a_kernel, RMSNorm, "forward_cpu"),
         (patches.take_the_first_blocks_again, BlockPool, "reset_prefix_cache"),
         (patches.multiply_adapters_once_for_all_rows, punica_cpu, "bgmv_shrink"),
     ],
