@@ -231,7 +231,7 @@ FAULTS = [
     ),
     Fault(
         "a-step-that-cannot-be-read-ends-training",
-        "actors.serve.training:Training._step",
+        "actors.serve.training:Training._fails_alone",
         "Exception",
         "BatchError",
         ("test_values_of_a_step_that_cannot_be_read_fail_that_step_alone",),
