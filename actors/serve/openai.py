@@ -152,16 +152,14 @@ async def _complete(server: Server, owner: str, asked: Mapping[str, Any], *, cha
     if not isinstance(ends, list) or not all(isinstance(each, str) and each for each in ends):
         raise BatchError(f"stop={stop!r}: expected a text, or a list of texts")
     most = next((name for name in ("max_completion_tokens", "max_tokens") if asked.get(name) is not None), "")
-    params: dict[str, Any] = {
-        "temperature": 1.0 if asked.get("temperature") is None else asked["temperature"],
-        "top_p": 1.0 if asked.get("top_p") is None else asked["top_p"],
+    params = {
+        **{name: asked.get(name) for name in ("temperature", "top_p", "seed")},
         "max_tokens": read_whole(asked, most, 1, 1 << 31) if most else None if chat else 16,
         "stop": [*model.sampling.end_tokens, *ends],
     }
-    # Engines would end all that they run at a seed that has more bits.
-    seed = None if asked.get("seed") is None else read_whole(asked, "seed", -(1 << 62), 1 << 62)
     count = 1 if asked.get("n") is None else read_whole(asked, "n", 1, server.limits.open_samples)
     server.require_places(count)
+    draw = model.sampling.read(prompt, params, count)
     answer = _Answer(server, model, asked["model"], ends, has_tools=bool(tools), chat=chat)
     # A number in completions, which may be 0; a flag in chats.
     shown = asked.get("logprobs")
@@ -170,19 +168,18 @@ async def _complete(server: Server, owner: str, asked: Mapping[str, Any], *, cha
     if asked.get("stream"):
         if count != 1 or wants_log_probs or echo:
             raise UnsupportedError("stream=true with logprobs, echo, or n above 1, is not served here; leave one out")
-        pieces = model.sampling.stream(prompt, params, folder, seed)
         shows_usage = bool(read_object(asked, "stream_options").get("include_usage"))
+        pieces = model.sampling.stream(draw, folder)
         return StreamingResponse(answer.events(prompt, pieces, shows_usage=shows_usage), media_type="text/event-stream")
     widest = min(_MOST_LIKELY, model.sampling.vocab_size)
     width = width_in(asked, "top_logprobs" if chat else "logprobs", count * model.longest, widest)
     if width and not wants_log_probs:
         raise BatchError(f"top_logprobs={width} without logprobs=true; set that too")
-    seeds = [None if seed is None else seed + index for index in range(count)]
     with server.places(count):
-        found = await asyncio.gather(*(model.sampling.generate(prompt, params, folder, each) for each in seeds))
+        found = await model.sampling.generate(draw, folder)
         scores: Sequence[Scores | None] = [None] * count
         if width or (echo and wants_log_probs):
-            scores = await model.sampling.scores_of(prompt, found, width, params, model.scorer(folder, lora))
+            scores = await model.sampling.scores_of(draw, found, width, model.scorer(folder, lora))
         return await asyncio.to_thread(answer.whole, prompt, found, scores, log_probs=wants_log_probs, echo=echo)
 
 

@@ -25,7 +25,7 @@ from actors.serve.sampling import Sampling, Score
 from actors.serve.scores import Scores, Scoring
 from actors.serve.store import CHECKPOINTS, REQUESTS, RUNS, SAMPLERS, SESSIONS, Result, Store
 from actors.serve.training import ADAPTER, Call, Run, Training
-from actors.serve.wire import read_object
+from actors.serve.wire import read_object, read_whole
 from rl_backend.contracts import BatchError, CheckpointError, ConfigError, UnsupportedError
 
 logger = logging.getLogger(__name__)
@@ -652,9 +652,7 @@ class Server:
         """
         sampler = self.require_sampler(owner, str(asked.get("sampling_session_id")))
         model = self.model(sampler["base_model"])
-        count = number_in({"num_samples": 1, **asked}, "num_samples")
-        if count > self.limits.open_samples:
-            raise BatchError(f"num_samples={count}: this server takes up to {self.limits.open_samples} in a request")
+        count = read_whole({"num_samples": 1, **asked}, "num_samples", 1, self.limits.open_samples)
         self.require_places(count)
         seq_id = secrets.randbits(62) if asked.get("seq_id") is None else number_in(asked, "seq_id")
         request_id, is_new = self.store.accept(sampler["id"], seq_id, owner)

@@ -348,6 +348,7 @@ def test_what_is_wrong_with_a_request_for_samples_is_named(running: SimpleNamesp
         ({"sampling_params": {"temperature": "hot"}}, "temperature='hot': expected a number"),
         ({"sampling_params": {"top_k": -7}}, "top_k=-7: expected a whole number from -1"),
         ({"sampling_params": {"seed": 1.5}}, "seed=1.5: expected a whole number"),
+        ({"sampling_params": {"seed": 1 << 63}}, "seed=9223372036854775808: expected a whole number"),
         ({"sampling_params": {"max_tokens": 0}}, "max_tokens=0: expected a whole number from 1"),
         ({"prompt": {"chunks": [{"tokens": ["a"]}]}}, "a token that is no whole number"),
         ({"prompt": {"chunks": [{}]}}, "a token that is no whole number"),
