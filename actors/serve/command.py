@@ -24,7 +24,7 @@ from actors.folder.lock import RunLock
 from actors.options.config import check_ranks, resolve_dtype
 from actors.rollout.config import RolloutConfig, positions_of, within_model
 from actors.rollout.group.group import RolloutGroup
-from actors.serve.app import Asked, Owner, make_app
+from actors.serve.app import asked_in, make_app, owner_of
 from actors.serve.check import check_server
 from actors.serve.openai import add_openai
 from actors.serve.pages import add_pages
@@ -117,7 +117,7 @@ def _serve_from(store: Store, listener: socket.socket, options: argparse.Namespa
             host, port = listener.getsockname()[:2]
             url = f"http://{host}:{port}"
             app = make_app(server)
-            add_openai(app, server, Owner, Asked)
+            add_openai(app, server, owner_of, asked_in)
             add_pages(app, server)
             config = uvicorn.Config(
                 app, log_level="warning", timeout_graceful_shutdown=5, h11_max_incomplete_event_size=65536

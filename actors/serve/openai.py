@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-import inspect
 import json
 import math
 import time
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing
 from datetime import UTC, datetime
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from fastapi import FastAPI
+from fastapi import Depends, FastAPI, Request
 from fastapi.responses import StreamingResponse
 
 from actors.serve.scores import Scores, width_in
@@ -54,33 +53,34 @@ _REPLACEMENT = "\ufffd"
 """What a tokenizer makes of bytes that are no whole character yet."""
 
 
-def add_openai(app: FastAPI, server: Server, owner_kind: Any, asked_kind: Any) -> None:
-    """Adds ``/v1``. ``owner_kind`` and ``asked_kind`` annotate what a request's key and body become."""
+def add_openai(
+    app: FastAPI,
+    server: Server,
+    owner_of: Callable[[Request], Awaitable[str]],
+    asked_in: Callable[[Request], Awaitable[dict[str, Any]]],
+) -> None:
+    """Adds ``/v1``. ``owner_of`` and ``asked_in`` read a request's key and body, as for the other routes."""
+    of_key, of_body = Depends(owner_of), Depends(asked_in)
 
     def shown(owner: str, name: str) -> dict[str, Any]:
         return {"id": name, "object": "model", "created": int(server.started), "owned_by": owner}
 
-    async def models(owner: owner_kind) -> Any:
+    @app.get("/v1/models")
+    async def models(owner: str = of_key) -> Any:
         return {"object": "list", "data": [shown(owner, name) for name in _names(server, owner)]}
 
-    async def model(owner: owner_kind, name: str) -> Any:
+    @app.get("/v1/models/{name:path}")
+    async def model(name: str, owner: str = of_key) -> Any:
         _named(server, owner, name)
         return shown(owner, name)
 
-    async def completions(owner: owner_kind, asked: asked_kind) -> Any:
+    @app.post("/v1/completions")
+    async def completions(owner: str = of_key, asked: dict[str, Any] = of_body) -> Any:
         return await _complete(server, owner, asked, chat=False)
 
-    async def chat(owner: owner_kind, asked: asked_kind) -> Any:
+    @app.post("/v1/chat/completions")
+    async def chat(owner: str = of_key, asked: dict[str, Any] = of_body) -> Any:
         return await _complete(server, owner, asked, chat=True)
-
-    # Annotations of these are values here, which FastAPI would look for in the module.
-    kinds = {"owner": owner_kind, "asked": asked_kind, "name": str}
-    for route in (models, model, completions, chat):
-        route.__annotations__ = {each: kinds[each] for each in inspect.signature(route).parameters}
-    app.get("/v1/models")(models)
-    app.get("/v1/models/{name:path}")(model)
-    app.post("/v1/completions")(completions)
-    app.post("/v1/chat/completions")(chat)
 
 
 def _names(server: Server, owner: str) -> list[str]:
