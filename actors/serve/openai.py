@@ -18,10 +18,10 @@ from fastapi import Depends, FastAPI, Request
 from fastapi.responses import StreamingResponse
 
 from actors.serve.scores import Scores, width_in
-from actors.serve.server import EXTERNAL, ServedModel, Server, UnknownError, shown_checkpoint, text_in
+from actors.serve.server import EXTERNAL, ServedModel, Server, UnknownError, shown_checkpoint
 from actors.serve.store import CHECKPOINTS, RUNS, SAMPLERS
 from actors.serve.training import ADAPTER
-from actors.serve.wire import read_object, read_whole
+from actors.serve.wire import read_object, read_text, read_whole
 from rl_backend.contracts import BatchError, RLBackendError, UnsupportedError
 from rl_backend.data.chat_template import chat_template, decode, encode_messages, require_utf8, template_variables
 from rl_backend.environment.protocol import Generation
@@ -142,7 +142,7 @@ async def _complete(server: Server, owner: str, asked: Mapping[str, Any], *, cha
     for name, idle in _NOT_SERVED.items():
         if asked.get(name) not in idle:
             raise UnsupportedError(f"{name}={asked[name]!r} is not served here; leave it out")
-    model, folder, lora = _named(server, owner, text_in(asked, "model"))
+    model, folder, lora = _named(server, owner, read_text(asked, "model"))
     tools = [] if not chat or asked.get("tool_choice") == "none" else asked.get("tools") or []
     if not isinstance(tools, list) or not all(isinstance(each, Mapping) for each in tools):
         raise BatchError("tools: expected a list of objects")

@@ -19,7 +19,7 @@ from actors.rollout.group.group import RolloutGroup
 from actors.rollout.messages import prompt_problem, sample_seed
 from actors.rollout.tokens import RolloutTokens
 from actors.serve.scores import EMPTY, Scores, Scoring, width_in
-from actors.serve.wire import Cells, Sampled, Top, read_number, read_object, read_whole, write_samples
+from actors.serve.wire import MOST_WHOLE, Cells, Sampled, Top, read_number, read_object, read_whole, write_samples
 from actors.sync.adapter_push import push_directory
 from rl_backend.checkpoint.hf_reader import read_hf_config
 from rl_backend.contracts import BatchError, EngineDeadError, EngineDirtyError, RLBackendError, UnsupportedError
@@ -32,7 +32,6 @@ STREAMED_TOKENS = 8
 # Of one request; engines look for each after every token.
 _MOST_STOPS = 256
 _UNCHANGED = {"temperature": 1.0, "top_p": 1.0, "top_k": -1}
-_MOST = (1 << 63) - 1
 
 
 class Draw(NamedTuple):
@@ -203,8 +202,8 @@ class Sampling:
             raise BatchError(f"the prompt {problem}")
         room = self.longest - len(prompt)
         if params.get("max_tokens") is not None:
-            room = min(read_whole(params, "max_tokens", 1, _MOST), room)
-        seed = None if params.get("seed") is None else read_whole(params, "seed", -_MOST, _MOST)
+            room = min(read_whole(params, "max_tokens", 1), room)
+        seed = None if params.get("seed") is None else read_whole(params, "seed", -MOST_WHOLE)
         seeds = [secrets.randbits(62) if seed is None else sample_seed(seed, 0, 0, index) for index in range(count)]
         return Draw(prompt, self._sampling(params), room, seeds)
 
@@ -220,7 +219,7 @@ class Sampling:
             "temperature": read_number(asked, "temperature"),
             "top_p": read_number(asked, "top_p"),
             # The SDK's -1 is no bound, as 0 is.
-            "top_k": max(read_whole(asked, "top_k", -1, _MOST), 0),
+            "top_k": max(read_whole(asked, "top_k", -1), 0),
         }
         if given["temperature"] == 0:
             given = {"temperature": 0.0}

@@ -25,7 +25,7 @@ from actors.serve.sampling import Sampling, Score
 from actors.serve.scores import Scores, Scoring
 from actors.serve.store import CHECKPOINTS, REQUESTS, RUNS, SAMPLERS, SESSIONS, Result, Store
 from actors.serve.training import ADAPTER, Call, Run, Training
-from actors.serve.wire import read_object, read_whole
+from actors.serve.wire import read_object, read_text, read_whole
 from rl_backend.contracts import BatchError, CheckpointError, ConfigError, UnsupportedError
 
 logger = logging.getLogger(__name__)
@@ -332,14 +332,14 @@ class Server:
             self._of(run)[0].training.make(run, lora)
             return {"type": "create_model", "model_id": run.id}
 
-        return self._new_run(owner, asked, text_in(asked, "base_model"), lora, make)
+        return self._new_run(owner, asked, read_text(asked, "base_model"), lora, make)
 
     def load_as_new(self, owner: str, asked: Mapping[str, Any]) -> Mapping[str, Any]:
         """Creation by loading: rank and targets are the checkpoint's."""
-        found = self._find(owner, text_in(asked, "path"), "weights")
+        found = self._find(owner, read_text(asked, "path"), "weights")
         # Any model can say that a checkpoint is not there.
         its: Mapping[str, Any] = found or {"base_model": next(iter(self.models)), "lora": {}}
-        base = text_in(asked, "base_model") if asked.get("base_model") else its["base_model"]
+        base = read_text(asked, "base_model") if asked.get("base_model") else its["base_model"]
 
         def make(run: Run) -> Mapping[str, Any]:
             _require_adam(asked)
@@ -356,10 +356,10 @@ class Server:
         lora: Mapping[str, Any],
         make: Callable[[Run], Mapping[str, Any]],
     ) -> Mapping[str, Any]:
-        session, metadata = text_in(asked, "session_id"), metadata_in(asked)
+        session, metadata = read_text(asked, "session_id"), metadata_in(asked)
         self.require_session(owner, session)
         # Not free: the SDK derives it when it creates by loading.
-        run, now = f"{session}:train:{number_in(asked, 'model_seq_id')}", time.time()
+        run, now = f"{session}:train:{read_whole(asked, 'model_seq_id')}", time.time()
         request_id, is_new = self.store.accept(run, 0, owner)
         if not is_new:
             return {"request_id": request_id, "model_id": run}
@@ -427,7 +427,7 @@ class Server:
         return {"request_id": request_id, "model_id": run}
 
     def call(self, owner: str, asked: Mapping[str, Any], work: Callable[[Run], Mapping[str, Any]]) -> Mapping[str, Any]:
-        run, seq_id = text_in(asked, "model_id"), number_in(asked, "seq_id")
+        run, seq_id = read_text(asked, "model_id"), read_whole(asked, "seq_id")
         size = held_by(asked)
         return self.submit(owner, run, seq_id, lambda request_id: Call(request_id, work, size), size)
 
@@ -437,7 +437,7 @@ class Server:
         """Saves a checkpoint of a name."""
 
         def work(run: Run) -> Mapping[str, Any]:
-            name = text_in(asked, "path")
+            name = read_text(asked, "path")
             if not _NAME.fullmatch(name):
                 expected = "a name has up to 200 letters, digits, '_', '-' and '.'"
                 raise ConfigError(f"path={name[:200]!r}: {expected}")
@@ -475,7 +475,7 @@ class Server:
 
         def work(run: Run) -> Mapping[str, Any]:
             session = run.id.partition(":")[0]
-            sampler = f"{session}:sample:{number_in(asked, 'sampling_session_seq_id')}"
+            sampler = f"{session}:sample:{read_whole(asked, 'sampling_session_seq_id')}"
             if self.store.get(SAMPLERS, id=sampler) is not None:
                 raise CheckpointError(f"sampler {sampler!r} exists; choose another sampling_session_seq_id")
             folder, size = self._write(run, owner, "snapshots", state=False)
@@ -624,9 +624,9 @@ class Server:
     # Samplers.
 
     def create_sampler(self, owner: str, asked: Mapping[str, Any]) -> Mapping[str, Any]:
-        session = text_in(asked, "session_id")
+        session = read_text(asked, "session_id")
         self.require_session(owner, session)
-        sampler = f"{session}:sample:{number_in(asked, 'sampling_session_seq_id')}"
+        sampler = f"{session}:sample:{read_whole(asked, 'sampling_session_seq_id')}"
         path, base = asked.get("model_path"), asked.get("base_model")
         if path:
             found = self.find_adapter(owner, path)
@@ -654,7 +654,7 @@ class Server:
         model = self.model(sampler["base_model"])
         count = read_whole({"num_samples": 1, **asked}, "num_samples", 1, self.limits.open_samples)
         self.require_places(count)
-        seq_id = secrets.randbits(62) if asked.get("seq_id") is None else number_in(asked, "seq_id")
+        seq_id = secrets.randbits(62) if asked.get("seq_id") is None else read_whole(asked, "seq_id")
         request_id, is_new = self.store.accept(sampler["id"], seq_id, owner)
         if is_new:
             task = asyncio.get_running_loop().create_task(self._sample(request_id, asked, model, sampler))
@@ -781,28 +781,9 @@ def shown_time(seconds: float) -> str:
     return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(seconds))
 
 
-def as_object(body: bytes) -> dict[str, Any]:
-    """Raises :class:`BatchError` for what is no JSON object."""
-    try:
-        value = json.loads(body or b"{}")
-    except (ValueError, RecursionError) as error:
-        raise BatchError(f"body: not JSON: {error}") from None
-    if not isinstance(value, dict):
-        raise BatchError(f"body: a {type(value).__name__}; expected an object")
-    return value
-
-
 def held_by(asked: Mapping[str, Any]) -> int:
     """Bytes of a request that waits."""
     return _RECORD + len(json.dumps(asked))
-
-
-def text_in(asked: Mapping[str, Any], name: str) -> str:
-    """Raises :class:`BatchError` for what is no text."""
-    value = asked.get(name)
-    if not isinstance(value, str):
-        raise BatchError(f"{name}={value!r}: expected a text")
-    return value
 
 
 def metadata_in(asked: Mapping[str, Any]) -> Any:
@@ -811,11 +792,3 @@ def metadata_in(asked: Mapping[str, Any]) -> Any:
     if (size := len(json.dumps(found))) > _MOST_METADATA:
         raise BatchError(f"user_metadata: {size} bytes; expected at most {_MOST_METADATA}")
     return found
-
-
-def number_in(asked: Mapping[str, Any], name: str) -> int:
-    """Raises :class:`BatchError` for what is no number from 0 of 63 bits."""
-    value = asked.get(name)
-    if not isinstance(value, int) or not 0 <= value < 1 << 63:
-        raise BatchError(f"{name}={value!r}: expected a whole number from 0")
-    return value
