@@ -15,7 +15,7 @@ from fastapi.responses import FileResponse, JSONResponse
 from starlette.exceptions import HTTPException as StarletteHTTPException
 
 from actors.serve.server import EXTERNAL, BusyError, Server, UnknownError, held_by, shown_time
-from actors.serve.store import CLIENT_NUMBERS, JSON, SAMPLERS, SESSIONS, Result
+from actors.serve.store import CLIENT_NUMBERS, JSON, RUNS, SAMPLERS, SESSIONS, Result
 from actors.serve.training import Pass, Step
 from actors.serve.wire import read_header, read_json, read_text, read_whole
 from rl_backend.contracts import BatchError, RLBackendError, UnsupportedError
@@ -166,8 +166,7 @@ def _add_sessions(api: APIRouter, server: Server) -> None:
 
     @api.post("/sessions/{session}/finish")
     async def finish(owner: Owner, session: str) -> Any:
-        if server.store.get(SESSIONS, id=session, owner=owner) is None:
-            raise UnknownError(f"session {session!r} is not known")
+        server.known(SESSIONS, owner, session)
         await server.end_session(session, "the session was finished")
 
     @api.post("/telemetry")
@@ -184,7 +183,7 @@ def _add_training(api: APIRouter, server: Server) -> None:
 
     @api.post("/get_info")
     async def get_info(owner: Owner, asked: Asked) -> Any:
-        run = server.require_run(owner, read_text(asked, "model_id"))
+        run = server.known(RUNS, owner, read_text(asked, "model_id"))
         data = {"arch": "decoder", "model_name": run["base_model"], "tokenizer_id": run["base_model"]}
         return {
             "type": "get_info",
@@ -274,7 +273,7 @@ def _add_sampling(api: APIRouter, server: Server) -> None:
     @api.post("/retrieve_futures")
     async def retrieve_futures(owner: Owner, asked: Asked) -> Any:
         target = {"cloned_sampler_id": 0, **asked["target"]}
-        sampler = server.require_sampler(owner, read_text(target, "sampling_session_id"))["id"]
+        sampler = server.known(SAMPLERS, owner, read_text(target, "sampling_session_id"))["id"]
         client, after = read_whole(target, "cloned_sampler_id"), read_whole({"prev_cursor": 0, **asked}, "prev_cursor")
         wait = LONG_POLL_SECONDS if asked.get("timeout") is None else min(float(asked["timeout"]), LONG_POLL_SECONDS)
         found = await server.futures.completed(sampler, min(client, CLIENT_NUMBERS), after, wait)
@@ -295,7 +294,7 @@ def _add_sampling(api: APIRouter, server: Server) -> None:
 
     @api.get("/samplers/{sampler}")
     async def get_sampler(owner: Owner, sampler: str) -> Any:
-        found = server.require_sampler(owner, sampler)
+        found = server.known(SAMPLERS, owner, sampler)
         return {"sampler_id": sampler, "base_model": found["base_model"], "model_path": found["path"]}
 
     @api.post("/asample")
@@ -320,11 +319,11 @@ def _add_lists(api: APIRouter, server: Server) -> None:
 
     @api.get("/training_runs/{run}")
     def training_run(owner: Owner, run: str) -> Any:
-        return _shown_run(server, server.require_run(owner, run))
+        return _shown_run(server, server.known(RUNS, owner, run))
 
     @api.get("/training_runs/{run}/checkpoints")
     def checkpoints_of_run(owner: Owner, run: str) -> Any:
-        server.require_run(owner, run)
+        server.known(RUNS, owner, run)
         return {"checkpoints": server.checkpoints(owner, run)}
 
     @api.delete("/training_runs/{run}/checkpoints/{kind}/{name}")
@@ -353,9 +352,7 @@ def _add_lists(api: APIRouter, server: Server) -> None:
 
     @api.get("/sessions/{session}")
     def session(owner: Owner, session: str) -> Any:
-        found = store.get(SESSIONS, id=session, owner=owner)
-        if found is None:
-            raise UnknownError(f"session {session!r} is not known")
+        found = server.known(SESSIONS, owner, session)
         return {
             "training_run_ids": [run["id"] for run in server.runs(session=session)],
             "sampler_ids": [sampler["id"] for sampler in store.rows(SAMPLERS, session=session)],

@@ -18,6 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from sqlalchemy import Table
 from sqlalchemy.exc import OperationalError
 
 from actors.serve.external import Links, encrypt, recipients_in
@@ -35,6 +36,7 @@ request_log = logging.getLogger(f"{__name__}.requests")
 EXTERNAL = "external_weights"
 KINDS = {"weights": "training", "sampler_weights": "sampler", EXTERNAL: "external"}
 _SAVES = {"weights": "save_weights", "sampler_weights": "save_weights_for_sampler", EXTERNAL: "save_weights_external"}
+_KNOWN = {SESSIONS: "session", RUNS: "model", SAMPLERS: "sampler", REQUESTS: "request"}
 _NAME = re.compile(r"[\w][\w.-]{0,199}")
 _SWEEP_SECONDS = 10.0
 _SPEED_SECONDS = 60.0
@@ -261,6 +263,17 @@ class Server:
     def _not_served(self, name: Any) -> str:
         return f"base_model={name!r}: this server has {', '.join(map(repr, self.models))}"
 
+    def known(self, table: Table, owner: str, name: str) -> dict[str, Any]:
+        """A session, run, sampler or request.
+
+        Raises:
+            UnknownError: it is not there, or is another key's.
+        """
+        found = self.store.get(table, id=name, owner=owner)
+        if found is None:
+            raise UnknownError(f"{_KNOWN[table]} {name!r} is not known")
+        return found
+
     # Sessions.
 
     def create_session(self, owner: str, asked: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -278,14 +291,10 @@ class Server:
         self.store.change(SESSIONS, {"seen": time.time()}, id=session)
         return True
 
-    def require_session(self, owner: str, session: str) -> dict[str, Any]:
-        found = self.store.get(SESSIONS, id=session, owner=owner)
-        if found is None:
-            raise UnknownError(f"session {session!r} is not known")
-        if found["ended"]:
+    def require_session(self, owner: str, session: str) -> None:
+        if self.known(SESSIONS, owner, session)["ended"]:
             # A client that was only slow goes on, and its old runs say that they are over.
             self.store.change(SESSIONS, {"ended": False, "seen": time.time()}, id=session)
-        return found
 
     async def end_session(self, session: str, why: str) -> None:
         """Frees what a session has on ranks and engines; named checkpoints stay."""
@@ -343,8 +352,7 @@ class Server:
 
         def make(run: Run) -> Mapping[str, Any]:
             _require_adam(asked)
-            self._load(run, asked["path"], found, optimizer=bool(asked.get("optimizer")))
-            return {"type": "load_weights", "path": asked["path"], "model_id": run.id}
+            return self._load(run, asked, found)
 
         return self._new_run(owner, asked, base, its["lora"], make)
 
@@ -395,12 +403,6 @@ class Server:
         """As lists show them: those that could be created, in the order of creation."""
         return [run for run in self.store.rows(RUNS, **where) if not run["failed"]]
 
-    def require_run(self, owner: str, run: str) -> dict[str, Any]:
-        found = self.store.get(RUNS, id=run, owner=owner)
-        if found is None:
-            raise UnknownError(f"model {run!r} is not known")
-        return found
-
     def submit(self, owner: str, run: str, seq_id: int, make: Callable[[str], Any], size: int = 0) -> Mapping[str, Any]:
         """Accepts a request of a run, whatever is in it: an answer of 4xx would lose its number, and all that follow wait.
 
@@ -411,7 +413,7 @@ class Server:
         Raises:
             BusyError: the client sends the request again.
         """
-        found = self.require_run(owner, run)
+        found = self.known(RUNS, owner, run)
         if seq_id < 1:
             raise BatchError(f"seq_id={seq_id}: the numbers of a run's requests begin at 1")
         training = None if found["over"] else self.models[found["base_model"]].training
@@ -480,7 +482,8 @@ class Server:
                 raise CheckpointError(f"sampler {sampler!r} exists; choose another sampling_session_seq_id")
             folder, size = self._write(run, owner, "snapshots", state=False)
             row = self._of(run)[1]
-            self._add_sampler(owner, session, sampler, row["base_model"], None, folder, row["lora"], size)
+            weights = {"base_model": row["base_model"], "folder": str(folder), "lora": row["lora"], "bytes": size}
+            self.store.add(SAMPLERS, id=sampler, session=session, owner=owner, **weights)
             kept = self._snapshots.setdefault(run.id, deque())
             kept.append(Snapshot(time.time(), folder))
             if len(kept) > self.limits.snapshots:
@@ -523,10 +526,7 @@ class Server:
 
     def load(self, owner: str, asked: Mapping[str, Any]) -> Mapping[str, Any]:
         def work(run: Run) -> Mapping[str, Any]:
-            found = self._find(owner, asked["path"], "weights")
-            self._load(run, asked["path"], found, optimizer=bool(asked.get("optimizer")))
-            assert found is not None, "loaded"
-            return {"type": "load_weights", "path": asked["path"], "model_id": run.id}
+            return self._load(run, asked, self._find(owner, read_text(asked, "path"), "weights"))
 
         return self.call(owner, asked, work)
 
@@ -585,14 +585,16 @@ class Server:
         found = self.store.get(CHECKPOINTS, run=parts[0], kind=parts[1], name=parts[2])
         return found if found is not None and (found["owner"] == owner or found["public"]) else None
 
-    def _load(self, run: Run, path: str, found: Mapping[str, Any] | None, *, optimizer: bool) -> None:
+    def _load(self, run: Run, asked: Mapping[str, Any], found: Mapping[str, Any] | None) -> Mapping[str, Any]:
+        path = asked["path"]
         if found is None:
             raise CheckpointError(f"path={path!r} is no training checkpoint that this key may read; see list_checkpoints")
         model = self._of(run)[0]
         if found["base_model"] != model.name:
             raise CheckpointError(f"{path} is of {found['base_model']!r}, and the run of {model.name!r}")
-        model.training.load(run, Path(found["folder"]), found["lora"], optimizer=optimizer)
+        model.training.load(run, Path(found["folder"]), found["lora"], optimizer=bool(asked.get("optimizer")))
         self.store.change(RUNS, {"lora": found["lora"]}, id=run.id)
+        return {"type": "load_weights", "path": path, "model_id": run.id}
 
     def _delete_checkpoint(self, found: Mapping[str, Any]) -> None:
         key = {"run": found["run"], "kind": found["kind"], "name": found["name"], "folder": found["folder"]}
@@ -628,20 +630,16 @@ class Server:
         self.require_session(owner, session)
         sampler = f"{session}:sample:{read_whole(asked, 'sampling_session_seq_id')}"
         path, base = asked.get("model_path"), asked.get("base_model")
+        weights: Mapping[str, Any]
         if path:
-            found = self.find_adapter(owner, path)
-            if base and base != found["base_model"]:
-                raise BatchError(f"base_model={base!r}: {path} is of {found['base_model']!r}; leave base_model out")
-            self._add_sampler(owner, session, sampler, found["base_model"], path, Path(found["folder"]), found["lora"])
+            weights = self.find_adapter(owner, path)
+            if base and base != weights["base_model"]:
+                raise BatchError(f"base_model={base!r}: {path} is of {weights['base_model']!r}; leave base_model out")
         else:
-            self._add_sampler(owner, session, sampler, self.model(base).name, None, None, None)
+            weights = {"base_model": self.model(base).name, "folder": None, "lora": None}
+        given = {name: weights[name] for name in ("base_model", "folder", "lora")}
+        self.store.add(SAMPLERS, id=sampler, session=session, owner=owner, path=path or None, **given)
         return {"type": "create_sampling_session", "sampling_session_id": sampler}
-
-    def require_sampler(self, owner: str, sampler: str) -> dict[str, Any]:
-        found = self.store.get(SAMPLERS, id=sampler, owner=owner)
-        if found is None:
-            raise UnknownError(f"sampler {sampler!r} is not known")
-        return found
 
     def sample(self, owner: str, asked: Mapping[str, Any]) -> Mapping[str, Any]:
         """Accepts a request for samples.
@@ -650,7 +648,7 @@ class Server:
             UnknownError: the sampler, or its model.
             BusyError: as many are open as the server takes.
         """
-        sampler = self.require_sampler(owner, str(asked.get("sampling_session_id")))
+        sampler = self.known(SAMPLERS, owner, read_text(asked, "sampling_session_id"))
         model = self.model(sampler["base_model"])
         count = read_whole({"num_samples": 1, **asked}, "num_samples", 1, self.limits.open_samples)
         self.require_places(count)
@@ -687,15 +685,14 @@ class Server:
         Raises:
             UnknownError: no request of this owner.
         """
-        if self.store.get(REQUESTS, id=request_id, owner=owner) is None:
-            raise UnknownError(f"request {request_id!r} is not known")
+        self.known(REQUESTS, owner, request_id)
         if (task := self._tasks.pop(request_id, None)) is not None:
             self.futures.finish({request_id: Result.failed("the request was cancelled by its client")})
             task.cancel()
 
     def join(self, owner: str, sampler: str) -> int:
         """A number for another client of a sampler, whose requests begin at so many times 10^9; the first has 0."""
-        self.require_sampler(owner, sampler)
+        self.known(SAMPLERS, owner, sampler)
         return self.store.count_client(sampler)
 
     def folder_of(self, sampler: Mapping[str, Any]) -> Path | None:
@@ -723,29 +720,6 @@ class Server:
         finally:
             self._tasks.pop(request_id, None)
         self.futures.finish({request_id: result})
-
-    def _add_sampler(
-        self,
-        owner: str,
-        session: str,
-        sampler: str,
-        base: str,
-        path: str | None,
-        folder: Path | None,
-        lora: Mapping[str, Any] | None,
-        size: int | None = None,
-    ) -> None:
-        self.store.add(
-            SAMPLERS,
-            id=sampler,
-            session=session,
-            owner=owner,
-            base_model=base,
-            path=path,
-            folder=None if folder is None else str(folder),
-            lora=None if lora is None else dict(lora),
-            bytes=size,
-        )
 
 
 def _require_adam(asked: Mapping[str, Any]) -> None:
