@@ -48,19 +48,13 @@ _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 
 def new_key(state: Path, name: str) -> str:
-    store = Store(state)
-    try:
+    with closing(Store(state)) as store:
         return store.make_key(name)
-    finally:
-        store.close()
 
 
 def remove_key(state: Path, name: str) -> None:
-    store = Store(state)
-    try:
+    with closing(Store(state)) as store:
         store.remove_key(name)
-    finally:
-        store.close()
 
 
 def serve(options: argparse.Namespace) -> int:
@@ -78,11 +72,8 @@ def serve(options: argparse.Namespace) -> int:
         with tempfile.TemporaryDirectory() as state, _listening("127.0.0.1", 0) as listener:
             serve_at(listener, argparse.Namespace(**{**vars(options), "state": Path(state)}))
         return 0
-    store = Store(options.state)
-    try:
+    with closing(Store(options.state)) as store:
         _require_keys(store, options.host)
-    finally:
-        store.close()
     with _listening(options.host, options.port) as listener:
         if options.restart:
             return keep_serving(serve_at, listener, options)
