@@ -36,7 +36,7 @@ from actors.serve.training import Training
 from actors.train.group import TrainGroup
 from actors.watch.console import Phases
 from rl_backend.checkpoint.hf_reader import read_hf_config
-from rl_backend.contracts import ConfigError, ParallelConfig, RLBackendError, RuntimeConfig, text_config
+from rl_backend.contracts import EXPERT_COUNTS, ConfigError, ParallelConfig, RLBackendError, RuntimeConfig, text_config
 from rl_backend.data.hub import local_model
 
 _DEFAULT_LENGTH = 4096
@@ -44,7 +44,6 @@ _DEFAULT_LENGTH = 4096
 _MOST_PUSHED = 64
 # Of the log of requests; there are two such files at most.
 _LOG_BYTES = 16 << 20
-_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 
 def new_key(state: Path, name: str) -> str:
@@ -279,7 +278,7 @@ def _plan(name: str, folder: Path, options: argparse.Namespace, share: ClusterSh
 def _served(
     plan: _Plan, group: TrainGroup, rollout: RolloutGroup, futures: Futures, store: Store, options: argparse.Namespace
 ) -> ServedModel:
-    mixes, length = any(plan.config.get(each) for each in _EXPERTS), plan.rollout.max_model_len
+    mixes, length = any(plan.config.get(each) for each in EXPERT_COUNTS), plan.rollout.max_model_len
     training = Training(
         group,
         futures.finish,
