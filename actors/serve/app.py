@@ -202,7 +202,7 @@ def _add_training(api: APIRouter, server: Server) -> None:
             unpacked, all_unpacked = await asyncio.to_thread(_unpack, body)
         run, seq_id = read_header(unpacked[:_HEADER])
         if whole and all_unpacked:
-            return server.submit(owner, run, seq_id, lambda request_id: Pass(request_id, unpacked), len(unpacked))
+            return server.submit(owner, run, seq_id, Pass(unpacked))
         limit = f"{MOST_BODY >> 20} MiB"
 
         def refuse(_: Any) -> dict[str, Any]:
@@ -213,8 +213,7 @@ def _add_training(api: APIRouter, server: Server) -> None:
     @api.post("/optim_step")
     async def optim_step(owner: Owner, asked: Asked) -> Any:
         run, seq_id = read_text(asked, "model_id"), read_whole(asked, "seq_id")
-        size = held_by(asked)
-        return server.submit(owner, run, seq_id, lambda request_id: Step(request_id, asked, size), size)
+        return server.submit(owner, run, seq_id, Step(asked, held_by(asked)))
 
     @api.post("/retrieve_future")
     async def retrieve_future(owner: Owner, asked: Asked) -> Any:

@@ -25,7 +25,7 @@ from actors.serve.external import Links, encrypt, recipients_in
 from actors.serve.sampling import Sampling, Score
 from actors.serve.scores import Scores, Scoring
 from actors.serve.store import CHECKPOINTS, REQUESTS, RUNS, SAMPLERS, SESSIONS, Result, Store
-from actors.serve.training import ADAPTER, Call, Run, Training
+from actors.serve.training import ADAPTER, Call, Job, Run, Training
 from actors.serve.wire import read_object, read_text, read_whole
 from rl_backend.contracts import BatchError, CheckpointError, ConfigError, UnsupportedError
 
@@ -403,12 +403,8 @@ class Server:
         """As lists show them: those that could be created, in the order of creation."""
         return [run for run in self.store.rows(RUNS, **where) if not run["failed"]]
 
-    def submit(self, owner: str, run: str, seq_id: int, make: Callable[[str], Any], size: int = 0) -> Mapping[str, Any]:
+    def submit(self, owner: str, run: str, seq_id: int, job: Job) -> Mapping[str, Any]:
         """Accepts a request of a run, whatever is in it: an answer of 4xx would lose its number, and all that follow wait.
-
-        Args:
-            make: from the request's id, the job.
-            size: bytes that the job holds while it waits.
 
         Raises:
             BusyError: the client sends the request again.
@@ -417,21 +413,20 @@ class Server:
         if seq_id < 1:
             raise BatchError(f"seq_id={seq_id}: the numbers of a run's requests begin at 1")
         training = None if found["over"] else self.models[found["base_model"]].training
-        if training is not None and size and not training.is_next(run, seq_id):
+        if training is not None and job.size and not training.is_next(run, seq_id):
             waits = sum(model.training.waiting_bytes for model in self.models.values())
-            if waits + size > self.limits.waiting_bytes:
+            if waits + job.size > self.limits.waiting_bytes:
                 raise BusyError("as many training requests wait as the server holds; ask again")
         request_id, is_new = self.store.accept(run, seq_id, owner)
         if is_new and training is None:
             self.futures.finish({request_id: Result.failed(found["over"], "server")})
         elif is_new and training is not None:
-            training.submit(run, seq_id, make(request_id))
+            training.submit(run, seq_id, request_id, job)
         return {"request_id": request_id, "model_id": run}
 
     def call(self, owner: str, asked: Mapping[str, Any], work: Callable[[Run], Mapping[str, Any]]) -> Mapping[str, Any]:
         run, seq_id = read_text(asked, "model_id"), read_whole(asked, "seq_id")
-        size = held_by(asked)
-        return self.submit(owner, run, seq_id, lambda request_id: Call(request_id, work, size), size)
+        return self.submit(owner, run, seq_id, Call(work, held_by(asked)))
 
     # Checkpoints.
 

@@ -71,8 +71,8 @@ type Finish = Callable[[Mapping[str, Result]], None]
 class Pass:
     """A request for forward_backward or forward, and how much of it has run."""
 
-    request_id: str
     body: bytes
+    request_id: str = ""
     request: PassRequest | None = None
     loss: Loss | None = None
     targets: int = 0
@@ -109,18 +109,22 @@ class Pass:
 class Step:
     """A request for an optimizer step."""
 
-    request_id: str
     asked: Mapping[str, Any]
     size: int = 0
+    request_id: str = ""
 
 
 @dataclass(eq=False)
 class Call:
     """A request for anything else about a run; ``work`` returns the answer."""
 
-    request_id: str
     work: Callable[[Run], Mapping[str, Any]]
     size: int = 0
+    request_id: str = ""
+
+
+type Job = Pass | Step | Call
+"""``size`` are the bytes that it holds while it waits."""
 
 
 @dataclass(eq=False)
@@ -144,7 +148,7 @@ class Run:
     tenant: HandleRef | None = None
     lora: LoRAConfig | None = None
     next_seq: int = 0
-    waiting: dict[int, Pass | Step | Call] = field(default_factory=dict)
+    waiting: dict[int, Job] = field(default_factory=dict)
     trained: bool = False
     broken: str = ""
     passed: list[Pass] | None = field(default_factory=list)
@@ -157,7 +161,7 @@ class Run:
     over: str = ""
 
     @property
-    def head(self) -> Pass | Step | Call | None:
+    def head(self) -> Job | None:
         return self.again[0] if self.again else self.waiting.get(self.next_seq)
 
 
@@ -226,10 +230,11 @@ class Training:
         """A new run, which ``work`` fills; the answer is what it returns. Where it raises there is no run."""
         with self._changed:
             self._runs[run_id] = Run(run_id)
-        self.submit(run_id, 0, Call(request_id, work))
+        self.submit(run_id, 0, request_id, Call(work))
 
-    def submit(self, run_id: str, seq_id: int, job: Pass | Step | Call) -> None:
+    def submit(self, run_id: str, seq_id: int, request_id: str, job: Job) -> None:
         """Queues a request at its place in the run's order."""
+        job.request_id = request_id
         with self._changed:
             run = self._runs.get(run_id)
             over = self.failed or ("the run has ended" if run is None else run.over)
@@ -239,7 +244,7 @@ class Training:
                 run.waiting[seq_id] = job
                 self._changed.notify()
         if over:
-            self._finish({job.request_id: Result.failed(over, "server")})
+            self._finish({request_id: Result.failed(over, "server")})
 
     def is_next(self, run_id: str, seq_id: int) -> bool:
         """Whether nothing of its run has to come before a request."""

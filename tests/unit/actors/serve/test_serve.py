@@ -131,8 +131,8 @@ def test_clients_that_wait_share_a_pass_and_a_failure_is_its_own(client: Any, mo
         ([datum(targets, logprobs=[0.0] * 7, advantages=[1.0] * 7)] * 2, "ppo"),
     ]
     alone = [run.forward(*each).result().metrics["loss:sum"] for run, each in zip(runs, sent, strict=False)]
-    hold = Call("", lambda run: {"waited": gate.wait(30)})
-    running.training.submit(infos[2], 1, hold)
+    hold = Call(lambda run: {"waited": gate.wait(30)})
+    running.training.submit(infos[2], 1, "", hold)
     before = len(running.group.passes)
     futures = [run.forward_backward(*each) for run, each in zip(runs, sent, strict=False)]
     until(lambda: all(running.training.waiting[info] for info in infos[:2]))
