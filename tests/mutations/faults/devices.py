@@ -171,7 +171,7 @@ FAULTS = [
     ),
     Fault(
         "shapes-for-a-first-chunk-that-receives-nothing",
-        "rl_backend.runtime.bridge.passes.transfers:_received",
+        "rl_backend.runtime.bridge.engine.forward_backward:_received",
         "chunk or not begins",
         "True",
         ("test_every_rank_knows_what_it_receives",),
