@@ -147,6 +147,7 @@ class Fault:
         at: when it was struck, by ``time.monotonic``, as the two below.
         seen, back: when the run saw it, and when another process served in its place, as far as it said so.
         during: what the run said that the process did.
+        delay: of a rank, by how many seconds its step took longer than in the undisturbed run.
         woke: it was there still when another had taken its place, and got SIGCONT.
     """
 
@@ -159,6 +160,7 @@ class Fault:
     seen: float | None = None
     back: float | None = None
     during: str = ""
+    delay: float | None = None
     woke: bool = False
 
     def wakes(self) -> bool:
@@ -172,6 +174,8 @@ class Fault:
             "seen_seconds": None if self.seen is None else round(self.seen - self.at, 2),
             "lost_seconds": None if self.back is None else round(self.back - self.at, 2),
         }
+        if self.delay is not None:
+            seconds["delay_seconds"] = round(self.delay, 2)
         told = {"kind": self.kind, "place": self.place, "step": round(self.moment, 2), "during": self.during}
         return {**told, **seconds, "woke": self.woke}
 
@@ -408,6 +412,23 @@ def attribute(lines: Sequence[tuple[float, str]], faults: Sequence[Fault]) -> No
         fault.back = next((when for when, line in after if when >= since and f"{engine} was replaced after" in line), None)
 
 
+def note_delays(faults: Sequence[Fault], came: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
+    """Of ranks that were struck in a run of one user; of several in one step each has an equal part."""
+    delays: list[float] = []
+    for file in came:
+        if file.endswith("metrics.jsonl"):
+            for line, alone in zip(came[file], wanted[file], strict=False):
+                if count := int(line.get("recovery/count", 0)):
+                    delays += [(seconds_of(line) - seconds_of(alone)) / count] * count
+    struck = sorted(
+        (fault for fault in faults if fault.place == "rank" and fault.back is not None), key=lambda each: each.at
+    )
+    # Else the run recovered from something else too, or from two at once.
+    if len(delays) == len(struck):
+        for fault, delay in zip(struck, delays, strict=True):
+            fault.delay = delay
+
+
 def left_alone(name: str, folder: Path, tasks: Path, busy: int) -> dict[str, Any]:
     """The undisturbed run of a setting, beside ``busy`` programs that compute all the time."""
     neighbours = [subprocess.Popen((sys.executable, "-c", "while True: pass")) for _ in range(busy)]
@@ -455,6 +476,7 @@ def trial(name: str, number: int, folder: Path, tasks: Path, expected: Path) -> 
     if cluster is not None:
         cluster.close()
     came = outcome(folder / "run")
+    note_delays(faults, came, wanted)
     found = ["it failed"] if status else differences(came, wanted)[:8]
     first: Mapping[str, Any] = next(
         (lines[0] for file, lines in came.items() if file.endswith("metrics.jsonl") and lines), {}
@@ -512,11 +534,10 @@ def figures(trials: Sequence[Mapping[str, Any]], undisturbed: Sequence[Mapping[s
             counts["faults"] += 1
             counts["recovered"] += each["status"] == 0
             counts["equal"] += not each["differs_in"]
-    for name in ("sft_memory", "sft_memory_large"):
-        memory = [each for each in trials if each["setting"] == name and each.get("first_step_seconds")]
-        lost = [fault["lost_seconds"] for each in memory for fault in each["faults"] if fault["lost_seconds"] is not None]
-        begun = [each["start_seconds"] + each["first_step_seconds"] for each in memory]
-        found[name] = {"lost_seconds_median": median(lost), "step_and_start_seconds_median": median(begun)}
+    memory = [each for each in trials if each["setting"] == "sft_memory_large" and each.get("first_step_seconds")]
+    delays = [fault["delay_seconds"] for each in memory for fault in each["faults"] if "delay_seconds" in fault]
+    begun = [each["start_seconds"] + each["first_step_seconds"] for each in memory]
+    found["memory"] = {"delay_seconds_median": median(delays), "step_and_start_seconds_median": median(begun)}
     left = {kind: sum(len(each["left"][kind]) for each in trials) for kind in Left._fields}
     false = {"runs": len(undisturbed), "replaced": sum(each["replaced"] for each in undisturbed)}
     return {**found, "kinds": dict(sorted(table.items())), "left": left, "false_replacements": false}

@@ -115,12 +115,13 @@ def train(config: SFTConfig, session: Session | None = None, on_step: OnStep | N
 
 
 def load_data(config: SFTConfig) -> tuple[Examples[list[TokenSequence]], Examples[list[TokenSequence]] | None]:
+    model = local_model(config.model, field="SFTConfig.model")
     load = partial(
         load_sft_examples,
-        tokenizer=load_tokenizer(config.model),
+        tokenizer=load_tokenizer(model),
         max_prompt_tokens=config.max_prompt_tokens,
         max_tokens=config.train.max_tokens_per_micro_batch,
-        positions=positions_of(local_model(config.model)),
+        positions=positions_of(model),
         data=config.data,
         train_on=config.train_on,
     )

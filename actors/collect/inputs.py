@@ -9,6 +9,7 @@ from actors.cluster.ray_watch import cluster_loss
 from actors.cluster.session import raise_if_terminated
 from actors.collect.held_out import HeldOutSet, load_held_out
 from actors.collect.stop_tokens import Ends, stop_token_ids, template_end
+from actors.options.config import with_local_model
 from actors.options.sampled_config import EpisodeConfig, RLConfig
 from actors.rollout.config import SamplingConfig
 from actors.train.model import require_experts, require_known_end
@@ -153,7 +154,7 @@ def _load_tokenizer(config: RLConfig | EpisodeConfig) -> Any:
     """The model's tokenizer, after checking that the model fits it, and the routes that are replayed."""
     name = type(config).__name__
     require_experts(f"{name}.router_replay", config.router_replay, config.model)
-    tokenizer = load_tokenizer(config.model)
+    tokenizer = load_tokenizer(with_local_model(config).model)
     require_known_end(f"{name}.model", config.model, tokenizer)
     return tokenizer
 

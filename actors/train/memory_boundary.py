@@ -134,8 +134,13 @@ class MemoryBoundaries:
     def is_making(self) -> bool:
         return bool(self._asked)
 
-    def made(self, infos: Sequence[RankInfo], timeout: float = 0.0) -> list[Boundary]:
-        """Those that are complete since the last call, after ``timeout`` seconds at most."""
+    def made(
+        self, infos: Sequence[RankInfo], timeout: float = 0.0, begun: Callable[[], float] = lambda: math.inf
+    ) -> list[Boundary]:
+        """Those that are complete since the last call, after ``timeout`` seconds at most.
+
+        ``begun`` tells which operation ranks have begun last: deaths in those before it are not counted.
+        """
         found, died, deadline = [], False, time.monotonic() + timeout
         for key, asked in list(self._asked.items()):
             if self._asked.get(key) is not asked:
@@ -151,7 +156,7 @@ class MemoryBoundaries:
             try:
                 answers = ray.get(list(asked.refs))
             except RayError:
-                died = not self._replace_holders(infos) or died
+                died = (not self._replace_holders(infos) and asked.number <= begun()) or died
                 continue
             copies = _copies(asked, answers, len(infos))
             if all(copies):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -46,7 +47,7 @@ MOST_DEATHS, MOST_STARTS = 2, 3
 # Of a group that got smaller, to keep all states in memory, which it cannot grow without.
 MOST_HOLDS = 5
 _PAUSE_SECONDS, _START_SECONDS = 2.0, 60.0
-# For a state that ranks have written, until it has reached whoever keeps it: after the next step, while its pass runs; and
+# For a state that ranks have written, until it has reached whoever keeps it: between two looks after the next step; and
 # before what came since is run again, or given up; and while the group waits for it to get another layout.
 _NEAR_SECONDS, _TAKE_SECONDS, _MOVE_SECONDS, _LOOK_SECONDS = 0.5, 10.0, 600.0, 5.0
 
@@ -187,7 +188,11 @@ class Recovery:
         with self._lock:
             if self._memory is None or self._off or not self._in_memory:
                 return
+            deadline = time.monotonic() + _TAKE_SECONDS
             self._take_boundaries(_TAKE_SECONDS if self.wants_boundary else _NEAR_SECONDS)
+            # Another state is asked for when this one is there. Ranks lose nothing while they have what came before the step.
+            while self._memory.is_making and self._begun() < self._number and time.monotonic() < deadline:
+                self._take_boundaries(_NEAR_SECONDS)
             wanted = {handle.key: handle for handle in (*handles, *self._memory.lost())}
             for key, handle in wanted.items():
                 if not self._kept.is_saving(key) and not self._kept.has_gradients(key):
@@ -465,7 +470,7 @@ class Recovery:
     def _take_boundaries(self, timeout: float) -> None:
         """What is in memory by now need not run again."""
         assert self._memory is not None, "asked by those that have one"
-        for made in self._memory.made(self.ranks.infos, timeout):
+        for made in self._memory.made(self.ranks.infos, timeout, self._begun):
             header = OperationHeader(made.number, "load_held_state")
             models = frozenset({made.handle.key})
             load = Kept(header, b"", None, "changes", models, None, (), self.ranks, answered=True, boundary=made)
@@ -503,6 +508,11 @@ class Recovery:
                 "resume=auto",
                 **error.details,
             ) from error
+
+    def _begun(self) -> float:
+        """The number of the operation that ranks have begun last, as far as the driver can tell."""
+        running = self._running()
+        return math.inf if running is None else running.number
 
     def _replace(self, limits: Mapping[str, float]) -> list[Kept]:
         lost = self.ranks

@@ -413,4 +413,28 @@ FAULTS = [
         ("test_a_state_that_has_grown_gets_memory_that_holds_it",),
         "a state that has grown since its last boundary would never be kept again",
     ),
+    Fault(
+        "deaths-in-passes-count-as-deaths-of-the-copy",
+        "actors.train.memory_boundary:MemoryBoundaries.made",
+        "asked.number <= begun()",
+        "True",
+        ("test_ranks_that_die_before_they_come_to_the_copy_do_not_die_of_it",),
+        "after two deaths no state would be kept in memory any more, and all steps since would run again at each death",
+    ),
+    Fault(
+        "every-second-state-is-kept",
+        "actors.train.recovery:Recovery.stepped",
+        "self._memory.is_making and self._begun() < self._number and time.monotonic() < deadline",
+        "False",
+        ("test_a_state_is_asked_for_when_the_last_one_is_there_while_ranks_have_a_pass",),
+        "of large models two steps would run again in place of one",
+    ),
+    Fault(
+        "ranks-wait-for-their-state-to-be-kept",
+        "actors.train.recovery:Recovery.stepped",
+        "self._begun() < self._number",
+        "True",
+        ("test_a_state_is_asked_for_when_the_last_one_is_there_while_ranks_have_a_pass",),
+        "each step would wait for the copy on another node",
+    ),
 ]

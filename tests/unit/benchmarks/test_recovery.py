@@ -35,6 +35,7 @@ from benchmarks.recovery import (
     figures,
     fill,
     kind_of_fault,
+    note_delays,
     place_of,
 )
 from rl_backend.contracts import EngineDeadError
@@ -124,6 +125,24 @@ def test_a_rank_was_seen_when_its_replacement_began() -> None:
     }  # fmt: skip
 
 
+def test_a_step_in_which_ranks_were_replaced_was_longer_than_the_same_step_of_the_undisturbed_run() -> None:
+    def lines(*steps: tuple[float, int]) -> dict[str, Any]:
+        return {"metrics.jsonl": [{"seconds/train": seconds, "recovery/count": count} for seconds, count in steps]}
+
+    wanted = lines((4.0, 0), (2.0, 0), (2.0, 0))
+    faults = [fault("rank", 30.0, 43), fault("holder", 20.0), fault("rank", 10.0, 41), fault("rank", 40.0, 44)]
+    for each in (faults[0], faults[2]):
+        each.back = each.at + 5.0
+    note_delays(faults, lines((9.0, 1), (2.0, 0), (10.0, 1)), wanted)
+    assert [each.delay for each in faults] == [8.0, None, 5.0, None]
+    assert faults[0].told()["delay_seconds"] == 8.0 and "delay_seconds" not in faults[1].told()
+    note_delays(faults, lines((4.0, 0), (22.0, 2), (2.0, 0)), wanted)
+    assert [each.delay for each in faults] == [10.0, None, 10.0, None]
+    unclear = [fault("rank", 30.0, 43)]
+    note_delays(unclear, lines((4.0, 0), (22.0, 2), (2.0, 0)), wanted)
+    assert unclear[0].delay is None
+
+
 def test_an_engine_was_seen_when_the_run_said_so(capsys: pytest.CaptureFixture[str]) -> None:
     died = str(EngineDeadError("engine 1 is dead: its process ended (gone)"))
     first, second, again, later = engine_lines(
@@ -186,11 +205,12 @@ def test_figures_are_of_the_trials_that_struck_a_place() -> None:
     before = trial(0, [], ("stop", "engine", 9.0))
     before["faults"][0]["seen_by_older_code"] = True
     assert figures([*trials, before], [])["engines"]["detect_seconds_p95"]["stop"] == 4.0
-    times = {"setting": "sft_memory", "start_seconds": 9.0, "first_step_seconds": 0.5}
+    times = {"setting": "sft_memory_large", "start_seconds": 9.0, "first_step_seconds": 0.5}
     struck_at_once = {**trials[2], **times, "first_step_seconds": None}
-    in_memory = figures([*({**each, **times} for each in trials[:2]), struck_at_once], [])
-    assert in_memory["sft_memory_large"]["lost_seconds_median"] is None
-    assert in_memory["sft_memory"] == {"lost_seconds_median": 3.0, "step_and_start_seconds_median": 9.5}
+    for number, each in enumerate(trials[0]["faults"]):
+        each["delay_seconds"] = 2.0 + number
+    in_memory = figures([*({**each, **times} for each in trials[:2]), struck_at_once], [])["memory"]
+    assert in_memory == {"delay_seconds_median": 2.5, "step_and_start_seconds_median": 9.5}
     assert found["kinds"]["kill rank in step"] == {"faults": 2, "recovered": 1, "equal": 1}
     told = {"kind": "stop", "place": "engine", "step": -0.5}
     assert kind_of_fault("grpo_workers", told) == "stop engine of two workers in the start"

@@ -14,7 +14,7 @@ from pydantic import Field
 
 from actors import Sample
 from actors.cluster.placement import gpus_each
-from actors.collect.inputs import load_inputs
+from actors.collect.inputs import load_episode_inputs, load_inputs
 from actors.collect.prompts import TrainingBatch
 from actors.collect.sample_metrics import score
 from actors.collect.stop_tokens import stop_token_ids
@@ -24,13 +24,13 @@ from examples.demo.task import careless_answer, character_tokenizer, has_carry, 
 from examples.episodes import EpisodesConfig
 from examples.grpo import GRPOConfig
 from examples.ppo import PPOConfig
-from examples.sft import SFTConfig
+from examples.sft import SFTConfig, load_data
 from rl_backend.contracts import BaseConfig, BatchError, ConfigError, OptimizerConfig, ParallelConfig, RuntimeConfig
 from rl_backend.data.chat_template import encode_text
 from rl_backend.data.examples import DataConfig, PromptExample
 from rl_backend.data.prompts import Prompt, endless_batches, load_prompts, load_tokenizer
 from rl_backend.data.rewards import LoadedReward, RewardScorer
-from rl_backend.options.command_line import parse_config
+from rl_backend.options.command_line import in_flags, parse_config
 from rl_backend.runtime.bridge.config import BridgeConfig
 from tests.support.chat_templates import CHATML, chat_tokenizer
 from tests.support.models import write_tiny
@@ -49,6 +49,19 @@ def test_a_command_line_is_read_into_a_configuration_and_over_a_saved_one(tmp_pa
     saved.write_text(Options(name="a", count=5, cap=2.0).model_dump_json())
     read = parse_config(Options, "", ["--config", str(saved), "--count", "7", "--cap", "none"])
     assert read == Options(name="a", count=7, cap=None)
+
+
+def test_a_model_that_is_not_there_is_blamed_by_its_option() -> None:
+    options = {"model": "/no/such/model", "dataset": "rows.jsonl"}
+    for load, config in (
+        (load_data, SFTConfig(**options)),
+        (load_inputs, GRPOConfig(**options, reward="rewards.py:score")),
+        (load_episode_inputs, EpisodesConfig(**options, environment="environments.py:Game")),
+    ):
+        field = f"{type(config).__name__}.model"
+        with pytest.raises(ConfigError, match=rf"^{field}='/no/such/model': no such folder") as caught:
+            load(config)
+        assert in_flags(caught.value, config).startswith("--model='/no/such/model': no such folder")
 
 
 def test_a_wrong_command_line_is_refused_by_name(tmp_path: Path) -> None:

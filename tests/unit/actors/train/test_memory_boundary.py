@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import signal
 import subprocess
 import time
@@ -12,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from ray.exceptions import RayError
 
 from actors.cluster.processes import Process, start_time
 from actors.train import memory_boundary
@@ -270,6 +272,63 @@ def test_ranks_that_die_of_the_copy_itself_are_not_killed_by_it_for_ever(model: 
                 rank.dies = lambda header: header.name == "hold_state"
         assert len(ranks) == 3 and group.weight_version(policy) == 4
         assert sum("none is kept any more" in line for line in said) == 1
+
+
+def test_ranks_that_die_before_they_come_to_the_copy_do_not_die_of_it(
+    holders: list[HolderHere], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def lost(refs: Any) -> None:
+        raise RayError
+
+    here, said = RankInfo(0, "here", "127.0.0.1", 1, "1"), list[str]()
+    boundaries = memory_boundary.MemoryBoundaries(said.append)
+    boundaries.place([here])
+    monkeypatch.setattr(memory_boundary, "_has_died", lambda holder, **_: False)
+    monkeypatch.setattr(memory_boundary.ray, "wait", lambda refs, **_: (refs, []))
+    monkeypatch.setattr(memory_boundary.ray, "get", lost)
+    handle = HandleRef("group", 0, "policy", False, (0,), (0,))
+    for begun in (7.0, 8.0, math.inf, math.inf):
+        boundaries._asked[0] = memory_boundary._Asked(handle, 9, 0, [], ["an answer"])
+        assert not said and not boundaries.made([here], 0.0, lambda begun=begun: begun)
+    assert "ranks died 2 times before their state was in memory" in said[0]
+
+
+def test_a_state_is_asked_for_when_the_last_one_is_there_while_ranks_have_a_pass(
+    model: Path, holders: list[HolderHere], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Slow:
+        """Is making a state until it has been asked ``looks`` times."""
+
+        def __init__(self, looks: int) -> None:
+            self.looks, self.making = looks, list[bool]()
+
+        @property
+        def is_making(self) -> bool:
+            return self.looks > 0
+
+        def made(self, *_: Any) -> list[Any]:
+            self.looks -= 1
+            return []
+
+        def lost(self) -> list[Any]:
+            return []
+
+        def make(self, *_: Any) -> None:
+            self.making.append(self.is_making)
+
+        def forget(self, *_: Any) -> None: ...
+
+        def close(self) -> None: ...
+
+    with group_that_recovers(model, in_memory=True) as (group, _):
+        policy = group.build_model(name="policy")
+        recovery: Any = group._recovery
+        recovery._memory.close()
+        for begun, looks, making in ((1.0, 4, False), (1.0, 1, False), (math.inf, 4, True)):
+            recovery._memory = slow = Slow(looks)
+            monkeypatch.setattr(recovery, "_begun", lambda begun=begun: begun)
+            group.optimizer_step(policy)
+            assert slow.making == [making], "ranks that have nothing else to do do not wait"
 
 
 def test_memory_of_a_tenant_that_is_gone_is_freed(model: Path, holders: list[HolderHere]) -> None:
