@@ -324,10 +324,11 @@ def test_a_state_is_asked_for_when_the_last_one_is_there_while_ranks_have_a_pass
         policy = group.build_model(name="policy")
         recovery: Any = group._recovery
         recovery._memory.close()
-        for begun, looks, making in ((1.0, 4, False), (1.0, 1, False), (math.inf, 4, True)):
+        earlier = recovery._number - 1
+        for begun, looks, making in ((earlier, 4, False), (earlier, 1, False), (math.inf, 4, True)):
             recovery._memory = slow = Slow(looks)
             monkeypatch.setattr(recovery, "_begun", lambda begun=begun: begun)
-            group.optimizer_step(policy)
+            recovery.stepped([policy])
             assert slow.making == [making], "ranks that have nothing else to do do not wait"
 
 
