@@ -11,7 +11,7 @@ from typing import Any
 from actors.collect.collector import Source, Staleness
 from actors.collect.held_out import HeldOutResult, answer
 from actors.collect.inputs import Inputs
-from actors.collect.sample_metrics import begin_scoring, sample_metrics
+from actors.collect.sample_metrics import ScoredGroup, begin_scoring, sample_metrics
 from actors.collect.stream import SampledBatch, SampleStream
 from actors.collect.transcripts import describe_samples
 from actors.folder.checkpoints import StreamPosition
@@ -40,17 +40,6 @@ class TrainingBatch:
     metrics: dict[str, float]
     scores: list[Score] = field(default_factory=list)
     failures: list[str] = field(default_factory=list)
-
-
-@dataclass(frozen=True)
-class _Group:
-    prompts: list[Prompt]
-    samples: list[Sample]
-    scores: list[Score]
-
-    @property
-    def rewards(self) -> list[float]:
-        return [score.value for score in self.scores]
 
 
 class PromptSource(Source[Sample, TrainingBatch]):
@@ -109,7 +98,7 @@ class PromptSource(Source[Sample, TrainingBatch]):
     def draft(self, step: int) -> PromptDraft:
         return PromptDraft(self._config, step, self.scored_groups, self._batches_with_signal)
 
-    def scored_groups(self, batch: SampledBatch) -> Iterator[_Group]:
+    def scored_groups(self, batch: SampledBatch) -> Iterator[ScoredGroup]:
         """The responses to each prompt, when they are all scored."""
         if batch.number not in self._scoring:  # of a run that continues, or of another stream
             self.begin_scoring(batch)
@@ -119,7 +108,7 @@ class PromptSource(Source[Sample, TrainingBatch]):
         size = self._config.sampling.n
         for start in range(0, len(scores), size):
             rows = slice(start, start + size)
-            yield _Group(batch.prompts[rows], batch.samples[rows], scores[rows])
+            yield ScoredGroup(batch.prompts[rows], batch.samples[rows], scores[rows])
 
     def sampled_ids(self, batch: TrainingBatch) -> Iterable[Sequence[int]]:
         return (sample.response_ids for sample in batch.samples)
@@ -156,14 +145,14 @@ class PromptDraft:
         self,
         config: RLConfig,
         step: int,
-        scored_groups: Callable[[SampledBatch], Iterable[_Group]],
+        scored_groups: Callable[[SampledBatch], Iterable[ScoredGroup]],
         batches_with_signal: int | None,
     ) -> None:
         self._config, self._step, self._scored_groups = config, step, scored_groups
         self._batches_with_signal = batches_with_signal
-        self._chosen: list[_Group] = []
-        self._without_signal: list[_Group] = []
-        self._scored: list[_Group] = []
+        self._chosen: list[ScoredGroup] = []
+        self._without_signal: list[ScoredGroup] = []
+        self._scored: list[ScoredGroup] = []
         self._failures: list[str] = []
         self._taken = self._dropped = self._answers = 0
 

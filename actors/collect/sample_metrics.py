@@ -3,7 +3,8 @@
 import statistics
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import Any
 
 from actors.rollout.messages import Sample
 from rl_backend.algorithm.sequences import truncated_share
@@ -45,32 +46,41 @@ OF_THE_SAMPLER = frozenset(
 )
 
 
-class ScoredGroup(Protocol):
+@dataclass(frozen=True)
+class ScoredGroup:
+    """The responses to one prompt, which ``prompts`` has as many times."""
+
+    prompts: list[Prompt]
+    samples: list[Sample]
+    scores: list[Score]
+
     @property
-    def samples(self) -> Sequence[Sample]: ...
-    @property
-    def rewards(self) -> Sequence[float]: ...
+    def rewards(self) -> list[float]:
+        return [score.value for score in self.scores]
+
+
+def spread_of_rewards(groups: Sequence[Sequence[float]]) -> dict[str, float]:
+    """Of all rewards ``reward`` and ``reward_std``; ``equal_groups`` is the share of groups whose rewards are all equal, of
+    those with at least two.
+    """
+    rewards = [reward for group in groups for reward in group]
+    metrics = {"reward": statistics.fmean(rewards), "reward_std": statistics.pstdev(rewards)}
+    compared = [group for group in groups if len(group) > 1]
+    if compared:
+        metrics["equal_groups"] = statistics.fmean(len(set(group)) == 1 for group in compared)
+    return metrics
 
 
 def sample_metrics(groups: Sequence[ScoredGroup]) -> dict[str, float]:
-    """Over all responses. ``responses_cut_off`` is the share that ended at the length limit, ``equal_groups`` the share of
-    groups whose rewards are all equal, of those with at least two.
-    """
-    rewards = [reward for group in groups for reward in group.rewards]
+    """Over all responses. ``responses_cut_off`` is the share that ended at the length limit."""
     samples = [sample for group in groups for sample in group.samples]
     lengths = [len(sample.response_ids) for sample in samples]
-    metrics = {
-        "reward": statistics.fmean(rewards),
-        "reward_std": statistics.pstdev(rewards),
+    return spread_of_rewards([group.rewards for group in groups]) | {
         "prompt_tokens": statistics.fmean(len(sample.prompt_ids) for sample in samples),
         "response_tokens": statistics.fmean(lengths),
         "response_tokens_max": max(lengths),
         "responses_cut_off": statistics.fmean(sample.finish_reason == "length" for sample in samples),
     }
-    compared = [group.rewards for group in groups if len(group.rewards) > 1]
-    if compared:
-        metrics["equal_groups"] = statistics.fmean(len(set(rewards)) == 1 for rewards in compared)
-    return metrics
 
 
 def unknown_tokens(sampled: Iterable[Sequence[int]], tokenizer: Any) -> int:
@@ -83,18 +93,14 @@ def unknown_tokens(sampled: Iterable[Sequence[int]], tokenizer: Any) -> int:
 def episode_metrics(groups: Sequence[Sequence[Episode]], dropped: Sequence[Episode] = ()) -> dict[str, float]:
     """Over all episodes that are trained on, unless noted; at least one.
 
-    ``equal_groups``: share of groups of equal rewards, of those with at least two episodes. ``segments``: above 1 where the
-    history began anew. ``response_tokens``: sampled. ``tool_calls_failed``: share of the calls. ``prompt_tokens_cached``:
-    share of the turns' prompts that engines did not compute again. ``environment_share``: of the episodes' time.
-    ``episodes_cut_off``: share that a limit ended. ``stop/<reason>`` and ``episodes_failed``: shares of all episodes, with
-    those that were dropped. ``episode/<name>``: means of the environments' metrics.
+    ``segments``: above 1 where the history began anew. ``response_tokens``: sampled. ``tool_calls_failed``: share of the
+    calls. ``prompt_tokens_cached``: share of the turns' prompts that engines did not compute again. ``environment_share``:
+    of the episodes' time. ``episodes_cut_off``: share that a limit ended. ``stop/<reason>`` and ``episodes_failed``: shares
+    of all episodes, with those that were dropped. ``episode/<name>``: means of the environments' metrics.
     """
     episodes = [episode for group in groups for episode in group]
-    rewards = [episode.reward for episode in episodes]
     sampled = [sum(len(turn.token_ids) for turn in episode.turns) for episode in episodes]
-    metrics: dict[str, float] = {
-        "reward": statistics.fmean(rewards),
-        "reward_std": statistics.pstdev(rewards),
+    metrics = spread_of_rewards([[episode.reward for episode in group] for group in groups]) | {
         "turns": statistics.fmean(len(episode.turns) for episode in episodes),
         "turns_max": max(len(episode.turns) for episode in episodes),
         "segments": statistics.fmean(len(episode.segments) for episode in episodes),
@@ -111,9 +117,6 @@ def episode_metrics(groups: Sequence[Sequence[Episode]], dropped: Sequence[Episo
         total = sum(_number(episode, whole) for episode in episodes)
         if total:
             metrics[name] = sum(_number(episode, part) for episode in episodes) / total
-    compared = [[episode.reward for episode in group] for group in groups if len(group) > 1]
-    if compared:
-        metrics["equal_groups"] = statistics.fmean(len(set(rewards)) == 1 for rewards in compared)
     everyone = [*episodes, *dropped]
     for reason, times in sorted(Counter(episode.stop for episode in everyone).items()):
         metrics[f"stop/{reason}"] = times / len(everyone)

@@ -23,7 +23,7 @@ from actors.rollout.config import MASKS, RolloutConfig, SamplingConfig, more_tha
 from actors.rollout.group.group import RolloutGroup
 from actors.rollout.placement import with_share
 from actors.rollout.tokens import RolloutTokens
-from actors.run.session import log_of_engines, ray_is
+from actors.run.session import ray_is, start_engines
 from actors.watch.console import Phases, say, warn
 from rl_backend.checkpoint.durable_commit import replace_text
 from rl_backend.contracts import BaseConfig, ConfigError
@@ -176,11 +176,7 @@ def evaluate(config: EvalConfig, rollout: RolloutGroup | None = None) -> dict[st
             with phases.phase("ray", ray_is()):
                 stack.enter_context(ray_session(0, engines))
             wanted = with_share(filled(config, "rollout"), share_cluster(0, engines))
-            with (
-                phases.phase("engines", f"starting {count(engines, 'vLLM engine')}, each of which loads the model"),
-                log_of_engines(config.out),
-            ):
-                rollout = stack.enter_context(RolloutGroup(wanted))
+            rollout = stack.enter_context(start_engines(wanted, phases, config.out))
         with phases.phase("held-out", f"answering {count(sum(len(each.prompts) for each in sets), 'prompt')}"):
             results = answer(rollout, sets, tokenizer, reward, seed=config.rollout.seed)
     for result in results:
@@ -232,8 +228,7 @@ def show_episode(config: EpisodeConfig, row: int = 0, rollout: RolloutGroup | No
             with phases.phase("ray", ray_is()):
                 stack.enter_context(ray_session(0, 1))
             wanted = filled(config, "rollout").replace(num_engines=1, require_push=False)
-            with phases.phase("engines", "starting a vLLM engine, which loads the model"):
-                rollout = stack.enter_context(RolloutGroup(with_share(wanted, share_cluster(0, 1))))
+            rollout = stack.enter_context(start_engines(with_share(wanted, share_cluster(0, 1)), phases, None))
         source = RolloutTokens(rollout, turn_sampling(config.sampling, inputs.ends))
         tasks = group_tasks([inputs.rows[row]], 0, 1, config.seed)
         options = PlayOptions(filled(config, "limits"), "zero", score=inputs.score, on_blocked=warn)

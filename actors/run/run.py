@@ -13,6 +13,7 @@ from actors.checks.machine import faster_dtype
 from actors.checks.memory import choose_micro_batch, chosen_options
 from actors.checks.preflight import CHOSEN, check_start, kept_choice
 from actors.collect.collector import CollectedBatch, Source
+from actors.collect.inputs import EpisodeInputs, Inputs
 from actors.folder.checkpoints import StreamPosition
 from actors.folder.folder import RunFolder
 from actors.folder.lock import RunLock, free_disk, usable_run_dir
@@ -22,7 +23,7 @@ from actors.options.policy_options import tenant_config
 from actors.options.sampled_config import RunConfig, SampledConfig
 from actors.rollout.group.group import RolloutGroup
 from actors.run.parts import ModelRecipe, Parts
-from actors.run.sampling import SampledInputs, Sampling
+from actors.run.sampling import Sampling
 from actors.run.saver import RunSaver
 from actors.run.session import Session, borrowed_session, chosen_of, open_session, require_paths
 from actors.run.stop import StopRequest
@@ -325,7 +326,7 @@ class Run[C: RunConfig]:
         trained: Mapping[str, GroupModel],
         facts: Sequence[str],
         config: SampledConfig,
-        inputs: SampledInputs,
+        inputs: Inputs | EpisodeInputs,
         open_source: Callable[[RolloutGroup, str | None], Source[Any, B]],
     ) -> None:
         self._restore(trained)

@@ -3,11 +3,12 @@
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
 
 from actors.collect.collector import CollectedBatch, Collector, Source
-from actors.collect.held_out import HeldOutResult, HeldOutSet, warn_of_unknown
+from actors.collect.held_out import HeldOutResult, warn_of_unknown
+from actors.collect.inputs import EpisodeInputs, Inputs
 from actors.collect.sample_metrics import unknown_tokens
 from actors.folder.checkpoints import Progress, StreamPosition
 from actors.folder.folder import RunFolder
@@ -33,12 +34,12 @@ class RunResult:
         held_out_before: estimates of all held-out sets, by their names as metrics.
     """
 
-    held_out_reward_before: float | None
-    held_out_reward_after: float | None
-    max_log_prob_gap: float
-    seconds: float
-    start_seconds: float
-    step_seconds: float
+    held_out_reward_before: float | None = None
+    held_out_reward_after: float | None = None
+    max_log_prob_gap: float = 0.0
+    seconds: float = 0.0
+    start_seconds: float = 0.0
+    step_seconds: float = 0.0
     held_out_before: Mapping[str, float] = field(default_factory=dict)
     held_out_after: Mapping[str, float] = field(default_factory=dict)
 
@@ -47,28 +48,25 @@ class Totals:
     """What a run that samples has come to so far; ``earlier`` is the :attr:`state` of the run that this one continues."""
 
     def __init__(self, earlier: Mapping[str, Any], began: float) -> None:
-        self._began = began
-        self._reward_before: float | None = earlier.get("held_out_reward_before")
-        self._held_out_before: Mapping[str, float] = earlier.get("held_out_before", {})
-        self.reward: float | None = earlier.get("held_out_reward")
-        self.held_out: Mapping[str, float] = earlier.get("held_out_after", {})
-        self._max_gap: float = earlier.get("max_log_prob_gap", 0.0)
-        self._step_seconds: float = earlier.get("step_seconds", 0.0)
-        self._start_seconds: float = earlier.get("start_seconds", 0.0)
-        self._earlier_seconds: float = earlier.get("seconds", 0.0)
-        self._steps_began = 0.0
+        self._began = self._steps_began = began
+        # A checkpoint has this field by another name.
+        known = {"held_out_reward_after": earlier.get("held_out_reward"), **earlier}
+        self._found = RunResult(**{each.name: known[each.name] for each in fields(RunResult) if each.name in known})
+        self._earlier_seconds = self._found.seconds
 
-    def evaluated_before(self) -> None:
-        self._reward_before, self._held_out_before = self.reward, self.held_out
+    def evaluated(self, reward: float, estimates: Mapping[str, float], *, first: bool) -> None:
+        self._found = replace(self._found, held_out_reward_after=reward, held_out_after=estimates)
+        if first:
+            self._found = replace(self._found, held_out_reward_before=reward, held_out_before=estimates)
 
     def begin_steps(self) -> None:
         now = time.monotonic()
-        self._start_seconds += now - self._began
-        self._steps_began = now - self._step_seconds
+        self._steps_began = now - self._found.step_seconds
+        self._found = replace(self._found, start_seconds=self._found.start_seconds + now - self._began)
 
     def end_step(self, log_prob_gap: float) -> None:
-        self._max_gap = max(self._max_gap, log_prob_gap)
-        self._step_seconds = time.monotonic() - self._steps_began
+        gap = max(self._found.max_log_prob_gap, log_prob_gap)
+        self._found = replace(self._found, max_log_prob_gap=gap, step_seconds=time.monotonic() - self._steps_began)
 
     @property
     def state(self) -> dict[str, Any]:
@@ -76,28 +74,7 @@ class Totals:
         return {"held_out_reward": facts.pop("held_out_reward_after"), **facts}
 
     def result(self) -> RunResult:
-        return RunResult(
-            self._reward_before,
-            self.reward,
-            self._max_gap,
-            self._seconds,
-            self._start_seconds,
-            self._step_seconds,
-            self._held_out_before,
-            self.held_out,
-        )
-
-    @property
-    def _seconds(self) -> float:
-        return self._earlier_seconds + time.monotonic() - self._began
-
-
-class SampledInputs(Protocol):
-    @property
-    def tokenizer(self) -> Any: ...
-
-    @property
-    def held_out(self) -> Sequence[HeldOutSet]: ...
+        return replace(self._found, seconds=self._earlier_seconds + time.monotonic() - self._began)
 
 
 class Sampling[B: CollectedBatch]:
@@ -111,7 +88,7 @@ class Sampling[B: CollectedBatch]:
     def __init__(
         self,
         config: SampledConfig,
-        inputs: SampledInputs,
+        inputs: Inputs | EpisodeInputs,
         source: Source[Any, B],
         publish: Callable[[], PushReport],
         folder: RunFolder,
@@ -139,7 +116,6 @@ class Sampling[B: CollectedBatch]:
             prompts = sum(len(held_out.prompts) for held_out in self._inputs.held_out)
             with phases.phase("held-out", f"answering {count(prompts, 'prompt')}"):
                 results, metrics = self._evaluate(0)
-            self._totals.evaluated_before()
             self._folder.log_start(metrics)
         return pushed, results
 
@@ -215,7 +191,7 @@ class Sampling[B: CollectedBatch]:
             self._folder.log_held_out(step, result.lines(self._inputs.tokenizer))
         reward = results[0].reward
         estimates = {name: value for result in results for name, value in result.metrics.items()}
-        self._totals.reward, self._totals.held_out = reward, estimates
+        self._totals.evaluated(reward, estimates, first=step == 0)
         return results, {"held_out_reward": reward, **estimates}
 
     def _say_held_out(self, when: str, results: Sequence[HeldOutResult]) -> None:

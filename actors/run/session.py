@@ -207,11 +207,7 @@ def open_session(config: RunConfig, phases: Phases | None = None) -> Iterator[Se
             ]
         rollout = None
         if wanted is not None:
-            with (
-                phases.phase("engines", f"starting {count(engines, 'vLLM engine')}, each of which loads the model"),
-                log_of_engines(config.run_dir),
-            ):
-                rollout = stack.enter_context(RolloutGroup(wanted))
+            rollout = stack.enter_context(start_engines(wanted, phases, config.run_dir))
         yield Session(groups, rollout)
 
 
@@ -220,6 +216,13 @@ def ray_is() -> str:
         return "running already"
     address = os.environ.get("RAY_ADDRESS")
     return "starting on this machine" if address is None else f"joining the cluster at {address}"
+
+
+def start_engines(config: RolloutConfig, phases: Phases, folder: str | None) -> RolloutGroup:
+    """Engines that serve; ``folder`` as in :func:`log_of_engines`."""
+    engines = count(config.num_engines, "vLLM engine")
+    with phases.phase("engines", f"starting {engines}, each of which loads the model"), log_of_engines(folder):
+        return RolloutGroup(config)
 
 
 @contextmanager

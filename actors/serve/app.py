@@ -14,20 +14,10 @@ from fastapi import APIRouter, Depends, FastAPI, HTTPException, Request, Respons
 from fastapi.responses import FileResponse, JSONResponse
 from starlette.exceptions import HTTPException as StarletteHTTPException
 
-from actors.serve.server import (
-    EXTERNAL,
-    BusyError,
-    Server,
-    UnknownError,
-    as_object,
-    held_by,
-    number_in,
-    shown_time,
-    text_in,
-)
-from actors.serve.store import CLIENT_NUMBERS, JSON, SAMPLERS, SESSIONS, Result
+from actors.serve.server import EXTERNAL, BusyError, Server, UnknownError, held_by, shown_time
+from actors.serve.store import CLIENT_NUMBERS, JSON, RUNS, SAMPLERS, SESSIONS, Result
 from actors.serve.training import Pass, Step
-from actors.serve.wire import read_header
+from actors.serve.wire import read_header, read_json, read_text, read_whole
 from rl_backend.contracts import BatchError, RLBackendError, UnsupportedError
 
 LONG_POLL_SECONDS = 25.0  # the SDK gives up on a call after 45 s and asks again
@@ -73,7 +63,7 @@ async def asked_in(request: Request) -> dict[str, Any]:
     body, whole = await _body(request, MOST_JSON)
     if not whole:
         raise HTTPException(413, f"more than {MOST_JSON} bytes of JSON")
-    return as_object(body)
+    return read_json(body)
 
 
 Asked = Annotated[dict[str, Any], Depends(asked_in)]
@@ -170,14 +160,13 @@ def _add_sessions(api: APIRouter, server: Server) -> None:
 
     @api.post("/session_heartbeat")
     async def heartbeat(owner: Owner, asked: Asked) -> Any:
-        if not server.beat(owner, text_in(asked, "session_id")):
+        if not server.beat(owner, read_text(asked, "session_id")):
             raise HTTPException(410, "the session has ended")
         return {"type": "session_heartbeat"}
 
     @api.post("/sessions/{session}/finish")
     async def finish(owner: Owner, session: str) -> Any:
-        if server.store.get(SESSIONS, id=session, owner=owner) is None:
-            raise UnknownError(f"session {session!r} is not known")
+        server.known(SESSIONS, owner, session)
         await server.end_session(session, "the session was finished")
 
     @api.post("/telemetry")
@@ -194,7 +183,7 @@ def _add_training(api: APIRouter, server: Server) -> None:
 
     @api.post("/get_info")
     async def get_info(owner: Owner, asked: Asked) -> Any:
-        run = server.require_run(owner, text_in(asked, "model_id"))
+        run = server.known(RUNS, owner, read_text(asked, "model_id"))
         data = {"arch": "decoder", "model_name": run["base_model"], "tokenizer_id": run["base_model"]}
         return {
             "type": "get_info",
@@ -213,7 +202,7 @@ def _add_training(api: APIRouter, server: Server) -> None:
             unpacked, all_unpacked = await asyncio.to_thread(_unpack, body)
         run, seq_id = read_header(unpacked[:_HEADER])
         if whole and all_unpacked:
-            return server.submit(owner, run, seq_id, lambda request_id: Pass(request_id, unpacked), len(unpacked))
+            return server.submit(owner, run, seq_id, Pass(unpacked))
         limit = f"{MOST_BODY >> 20} MiB"
 
         def refuse(_: Any) -> dict[str, Any]:
@@ -223,13 +212,12 @@ def _add_training(api: APIRouter, server: Server) -> None:
 
     @api.post("/optim_step")
     async def optim_step(owner: Owner, asked: Asked) -> Any:
-        run, seq_id = text_in(asked, "model_id"), number_in(asked, "seq_id")
-        size = held_by(asked)
-        return server.submit(owner, run, seq_id, lambda request_id: Step(request_id, asked, size), size)
+        run, seq_id = read_text(asked, "model_id"), read_whole(asked, "seq_id")
+        return server.submit(owner, run, seq_id, Step(asked, held_by(asked)))
 
     @api.post("/retrieve_future")
     async def retrieve_future(owner: Owner, asked: Asked) -> Any:
-        result = await server.futures.result(text_in(asked, "request_id"), owner, LONG_POLL_SECONDS)
+        result = await server.futures.result(read_text(asked, "request_id"), owner, LONG_POLL_SECONDS)
         if result is None:
             return JSONResponse({"queue_state": "active"}, 408)
         return _answer(result)
@@ -284,8 +272,8 @@ def _add_sampling(api: APIRouter, server: Server) -> None:
     @api.post("/retrieve_futures")
     async def retrieve_futures(owner: Owner, asked: Asked) -> Any:
         target = {"cloned_sampler_id": 0, **asked["target"]}
-        sampler = server.require_sampler(owner, text_in(target, "sampling_session_id"))["id"]
-        client, after = number_in(target, "cloned_sampler_id"), number_in({"prev_cursor": 0, **asked}, "prev_cursor")
+        sampler = server.known(SAMPLERS, owner, read_text(target, "sampling_session_id"))["id"]
+        client, after = read_whole(target, "cloned_sampler_id"), read_whole({"prev_cursor": 0, **asked}, "prev_cursor")
         wait = LONG_POLL_SECONDS if asked.get("timeout") is None else min(float(asked["timeout"]), LONG_POLL_SECONDS)
         found = await server.futures.completed(sampler, min(client, CLIENT_NUMBERS), after, wait)
         return {
@@ -295,17 +283,17 @@ def _add_sampling(api: APIRouter, server: Server) -> None:
 
     @api.post("/cancel_future")
     async def cancel_future(owner: Owner, asked: Asked) -> Response:
-        server.cancel(owner, text_in(asked, "request_id"))
+        server.cancel(owner, read_text(asked, "request_id"))
         return Response(status_code=204)
 
     @api.post("/join_sampling_session")
     async def join_sampling_session(owner: Owner, asked: Asked) -> Any:
-        joined = server.join(owner, text_in(asked, "sampling_session_id"))
+        joined = server.join(owner, read_text(asked, "sampling_session_id"))
         return {"type": "join_sampling_session", "client_counter": joined}
 
     @api.get("/samplers/{sampler}")
     async def get_sampler(owner: Owner, sampler: str) -> Any:
-        found = server.require_sampler(owner, sampler)
+        found = server.known(SAMPLERS, owner, sampler)
         return {"sampler_id": sampler, "base_model": found["base_model"], "model_path": found["path"]}
 
     @api.post("/asample")
@@ -318,7 +306,7 @@ def _add_lists(api: APIRouter, server: Server) -> None:
 
     @api.post("/weights_info")
     async def weights_info(owner: Owner, asked: Asked) -> Any:
-        found = server.find(owner, text_in(asked, "tinker_path"))
+        found = server.find(owner, read_text(asked, "tinker_path"))
         lora = found["lora"]
         trains = {name: lora.get(name, True) for name in ("train_unembed", "train_mlp", "train_attn")}
         return {"base_model": found["base_model"], "is_lora": True, "lora_rank": lora.get("rank", 32), **trains}
@@ -330,11 +318,11 @@ def _add_lists(api: APIRouter, server: Server) -> None:
 
     @api.get("/training_runs/{run}")
     def training_run(owner: Owner, run: str) -> Any:
-        return _shown_run(server, server.require_run(owner, run))
+        return _shown_run(server, server.known(RUNS, owner, run))
 
     @api.get("/training_runs/{run}/checkpoints")
     def checkpoints_of_run(owner: Owner, run: str) -> Any:
-        server.require_run(owner, run)
+        server.known(RUNS, owner, run)
         return {"checkpoints": server.checkpoints(owner, run)}
 
     @api.delete("/training_runs/{run}/checkpoints/{kind}/{name}")
@@ -363,9 +351,7 @@ def _add_lists(api: APIRouter, server: Server) -> None:
 
     @api.get("/sessions/{session}")
     def session(owner: Owner, session: str) -> Any:
-        found = store.get(SESSIONS, id=session, owner=owner)
-        if found is None:
-            raise UnknownError(f"session {session!r} is not known")
+        found = server.known(SESSIONS, owner, session)
         return {
             "training_run_ids": [run["id"] for run in server.runs(session=session)],
             "sampler_ids": [sampler["id"] for sampler in store.rows(SAMPLERS, session=session)],

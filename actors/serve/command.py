@@ -24,7 +24,7 @@ from actors.folder.lock import RunLock
 from actors.options.config import check_ranks, resolve_dtype
 from actors.rollout.config import RolloutConfig, positions_of, within_model
 from actors.rollout.group.group import RolloutGroup
-from actors.serve.app import Asked, Owner, make_app
+from actors.serve.app import asked_in, make_app, owner_of
 from actors.serve.check import check_server
 from actors.serve.openai import add_openai
 from actors.serve.pages import add_pages
@@ -36,7 +36,7 @@ from actors.serve.training import Training
 from actors.train.group import TrainGroup
 from actors.watch.console import Phases
 from rl_backend.checkpoint.hf_reader import read_hf_config
-from rl_backend.contracts import ConfigError, ParallelConfig, RLBackendError, RuntimeConfig, text_config
+from rl_backend.contracts import EXPERT_COUNTS, ConfigError, ParallelConfig, RLBackendError, RuntimeConfig, text_config
 from rl_backend.data.hub import local_model
 
 _DEFAULT_LENGTH = 4096
@@ -44,23 +44,16 @@ _DEFAULT_LENGTH = 4096
 _MOST_PUSHED = 64
 # Of the log of requests; there are two such files at most.
 _LOG_BYTES = 16 << 20
-_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 
 def new_key(state: Path, name: str) -> str:
-    store = Store(state)
-    try:
+    with closing(Store(state)) as store:
         return store.make_key(name)
-    finally:
-        store.close()
 
 
 def remove_key(state: Path, name: str) -> None:
-    store = Store(state)
-    try:
+    with closing(Store(state)) as store:
         store.remove_key(name)
-    finally:
-        store.close()
 
 
 def serve(options: argparse.Namespace) -> int:
@@ -78,11 +71,8 @@ def serve(options: argparse.Namespace) -> int:
         with tempfile.TemporaryDirectory() as state, _listening("127.0.0.1", 0) as listener:
             serve_at(listener, argparse.Namespace(**{**vars(options), "state": Path(state)}))
         return 0
-    store = Store(options.state)
-    try:
+    with closing(Store(options.state)) as store:
         _require_keys(store, options.host)
-    finally:
-        store.close()
     with _listening(options.host, options.port) as listener:
         if options.restart:
             return keep_serving(serve_at, listener, options)
@@ -117,7 +107,7 @@ def _serve_from(store: Store, listener: socket.socket, options: argparse.Namespa
             host, port = listener.getsockname()[:2]
             url = f"http://{host}:{port}"
             app = make_app(server)
-            add_openai(app, server, Owner, Asked)
+            add_openai(app, server, owner_of, asked_in)
             add_pages(app, server)
             config = uvicorn.Config(
                 app, log_level="warning", timeout_graceful_shutdown=5, h11_max_incomplete_event_size=65536
@@ -288,7 +278,7 @@ def _plan(name: str, folder: Path, options: argparse.Namespace, share: ClusterSh
 def _served(
     plan: _Plan, group: TrainGroup, rollout: RolloutGroup, futures: Futures, store: Store, options: argparse.Namespace
 ) -> ServedModel:
-    mixes, length = any(plan.config.get(each) for each in _EXPERTS), plan.rollout.max_model_len
+    mixes, length = any(plan.config.get(each) for each in EXPERT_COUNTS), plan.rollout.max_model_len
     training = Training(
         group,
         futures.finish,

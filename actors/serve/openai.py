@@ -3,26 +3,25 @@
 from __future__ import annotations
 
 import asyncio
-import inspect
 import json
 import math
 import time
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing
 from datetime import UTC, datetime
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from fastapi import FastAPI
+from fastapi import Depends, FastAPI, Request
 from fastapi.responses import StreamingResponse
 
 from actors.serve.scores import Scores, width_in
-from actors.serve.server import EXTERNAL, ServedModel, Server, UnknownError, shown_checkpoint, text_in
+from actors.serve.server import EXTERNAL, ServedModel, Server, UnknownError, shown_checkpoint
 from actors.serve.store import CHECKPOINTS, RUNS, SAMPLERS
 from actors.serve.training import ADAPTER
-from actors.serve.wire import read_object, read_whole
+from actors.serve.wire import read_object, read_text, read_whole
 from rl_backend.contracts import BatchError, RLBackendError, UnsupportedError
 from rl_backend.data.chat_template import chat_template, decode, encode_messages, require_utf8, template_variables
 from rl_backend.environment.protocol import Generation
@@ -54,33 +53,34 @@ _REPLACEMENT = "\ufffd"
 """What a tokenizer makes of bytes that are no whole character yet."""
 
 
-def add_openai(app: FastAPI, server: Server, owner_kind: Any, asked_kind: Any) -> None:
-    """Adds ``/v1``. ``owner_kind`` and ``asked_kind`` annotate what a request's key and body become."""
+def add_openai(
+    app: FastAPI,
+    server: Server,
+    owner_of: Callable[[Request], Awaitable[str]],
+    asked_in: Callable[[Request], Awaitable[dict[str, Any]]],
+) -> None:
+    """Adds ``/v1``. ``owner_of`` and ``asked_in`` read a request's key and body, as for the other routes."""
+    of_key, of_body = Depends(owner_of), Depends(asked_in)
 
     def shown(owner: str, name: str) -> dict[str, Any]:
         return {"id": name, "object": "model", "created": int(server.started), "owned_by": owner}
 
-    async def models(owner: owner_kind) -> Any:
+    @app.get("/v1/models")
+    async def models(owner: str = of_key) -> Any:
         return {"object": "list", "data": [shown(owner, name) for name in _names(server, owner)]}
 
-    async def model(owner: owner_kind, name: str) -> Any:
+    @app.get("/v1/models/{name:path}")
+    async def model(name: str, owner: str = of_key) -> Any:
         _named(server, owner, name)
         return shown(owner, name)
 
-    async def completions(owner: owner_kind, asked: asked_kind) -> Any:
+    @app.post("/v1/completions")
+    async def completions(owner: str = of_key, asked: dict[str, Any] = of_body) -> Any:
         return await _complete(server, owner, asked, chat=False)
 
-    async def chat(owner: owner_kind, asked: asked_kind) -> Any:
+    @app.post("/v1/chat/completions")
+    async def chat(owner: str = of_key, asked: dict[str, Any] = of_body) -> Any:
         return await _complete(server, owner, asked, chat=True)
-
-    # Annotations of these are values here, which FastAPI would look for in the module.
-    kinds = {"owner": owner_kind, "asked": asked_kind, "name": str}
-    for route in (models, model, completions, chat):
-        route.__annotations__ = {each: kinds[each] for each in inspect.signature(route).parameters}
-    app.get("/v1/models")(models)
-    app.get("/v1/models/{name:path}")(model)
-    app.post("/v1/completions")(completions)
-    app.post("/v1/chat/completions")(chat)
 
 
 def _names(server: Server, owner: str) -> list[str]:
@@ -142,7 +142,7 @@ async def _complete(server: Server, owner: str, asked: Mapping[str, Any], *, cha
     for name, idle in _NOT_SERVED.items():
         if asked.get(name) not in idle:
             raise UnsupportedError(f"{name}={asked[name]!r} is not served here; leave it out")
-    model, folder, lora = _named(server, owner, text_in(asked, "model"))
+    model, folder, lora = _named(server, owner, read_text(asked, "model"))
     tools = [] if not chat or asked.get("tool_choice") == "none" else asked.get("tools") or []
     if not isinstance(tools, list) or not all(isinstance(each, Mapping) for each in tools):
         raise BatchError("tools: expected a list of objects")
@@ -152,16 +152,14 @@ async def _complete(server: Server, owner: str, asked: Mapping[str, Any], *, cha
     if not isinstance(ends, list) or not all(isinstance(each, str) and each for each in ends):
         raise BatchError(f"stop={stop!r}: expected a text, or a list of texts")
     most = next((name for name in ("max_completion_tokens", "max_tokens") if asked.get(name) is not None), "")
-    params: dict[str, Any] = {
-        "temperature": 1.0 if asked.get("temperature") is None else asked["temperature"],
-        "top_p": 1.0 if asked.get("top_p") is None else asked["top_p"],
+    params = {
+        **{name: asked.get(name) for name in ("temperature", "top_p", "seed")},
         "max_tokens": read_whole(asked, most, 1, 1 << 31) if most else None if chat else 16,
         "stop": [*model.sampling.end_tokens, *ends],
     }
-    # Engines would end all that they run at a seed that has more bits.
-    seed = None if asked.get("seed") is None else read_whole(asked, "seed", -(1 << 62), 1 << 62)
     count = 1 if asked.get("n") is None else read_whole(asked, "n", 1, server.limits.open_samples)
     server.require_places(count)
+    draw = model.sampling.read(prompt, params, count)
     answer = _Answer(server, model, asked["model"], ends, has_tools=bool(tools), chat=chat)
     # A number in completions, which may be 0; a flag in chats.
     shown = asked.get("logprobs")
@@ -170,19 +168,18 @@ async def _complete(server: Server, owner: str, asked: Mapping[str, Any], *, cha
     if asked.get("stream"):
         if count != 1 or wants_log_probs or echo:
             raise UnsupportedError("stream=true with logprobs, echo, or n above 1, is not served here; leave one out")
-        pieces = model.sampling.stream(prompt, params, folder, seed)
         shows_usage = bool(read_object(asked, "stream_options").get("include_usage"))
+        pieces = model.sampling.stream(draw, folder)
         return StreamingResponse(answer.events(prompt, pieces, shows_usage=shows_usage), media_type="text/event-stream")
     widest = min(_MOST_LIKELY, model.sampling.vocab_size)
     width = width_in(asked, "top_logprobs" if chat else "logprobs", count * model.longest, widest)
     if width and not wants_log_probs:
         raise BatchError(f"top_logprobs={width} without logprobs=true; set that too")
-    seeds = [None if seed is None else seed + index for index in range(count)]
     with server.places(count):
-        found = await asyncio.gather(*(model.sampling.generate(prompt, params, folder, each) for each in seeds))
+        found = await model.sampling.generate(draw, folder)
         scores: Sequence[Scores | None] = [None] * count
         if width or (echo and wants_log_probs):
-            scores = await model.sampling.scores_of(prompt, found, width, params, model.scorer(folder, lora))
+            scores = await model.sampling.scores_of(draw, found, width, model.scorer(folder, lora))
         return await asyncio.to_thread(answer.whole, prompt, found, scores, log_probs=wants_log_probs, echo=echo)
 
 

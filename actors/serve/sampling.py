@@ -9,7 +9,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, 
 from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -19,7 +19,7 @@ from actors.rollout.group.group import RolloutGroup
 from actors.rollout.messages import prompt_problem, sample_seed
 from actors.rollout.tokens import RolloutTokens
 from actors.serve.scores import EMPTY, Scores, Scoring, width_in
-from actors.serve.wire import Cells, Sampled, Top, read_number, read_object, read_whole, write_samples
+from actors.serve.wire import MOST_WHOLE, Cells, Sampled, Top, read_number, read_object, read_whole, write_samples
 from actors.sync.adapter_push import push_directory
 from rl_backend.checkpoint.hf_reader import read_hf_config
 from rl_backend.contracts import BatchError, EngineDeadError, EngineDirtyError, RLBackendError, UnsupportedError
@@ -32,7 +32,15 @@ STREAMED_TOKENS = 8
 # Of one request; engines look for each after every token.
 _MOST_STOPS = 256
 _UNCHANGED = {"temperature": 1.0, "top_p": 1.0, "top_k": -1}
-_MOST_SEED, _MOST_TOKENS = 1 << 127, 1 << 63
+
+
+class Draw(NamedTuple):
+    """A prompt, and how its responses are drawn, of ``room`` tokens at most and with a seed each."""
+
+    prompt: Sequence[int]
+    sampling: SamplingConfig
+    room: int
+    seeds: Sequence[int]
 
 
 class Sampling:
@@ -122,78 +130,49 @@ class Sampling:
         for name in ("prompt_alt_tokens_k", "record_stability_info"):
             if asked.get(name):
                 raise UnsupportedError(f"{name}={asked[name]!r} is not served here; leave it out")
-        params = read_object(asked, "sampling_params")
-        self.check(prompt)
-        sampling, wanted = self._sampling(params), Scoring.of(asked, prompt, self.vocab_size)
-        count = int(asked.get("num_samples", 1))
-        if count < 1:
-            raise BatchError(f"num_samples={count}: expected at least 1")
-        seed = None if params.get("seed") is None else read_whole(params, "seed", -_MOST_SEED, _MOST_SEED)
-        most = None if params.get("max_tokens") is None else read_whole(params, "max_tokens", 1, _MOST_TOKENS)
-        scored = count * (len(prompt) + max(1, self._room(prompt, most)))
+        draw = self.read(prompt, read_object(asked, "sampling_params"), asked.get("num_samples", 1))
+        wanted = Scoring.of(asked, prompt, self.vocab_size)
+        scored = len(draw.seeds) * (len(prompt) + draw.room)
         width = width_in(asked, "topk_sample_logprobs", scored, self.vocab_size)
-        seeds = [secrets.randbits(62) if seed is None else sample_seed(seed, 0, 0, index) for index in range(count)]
-        async with self._adapter(folder) as adapter:
-            work = [self._generate(prompt, sampling, adapter, each, most) for each in seeds]
-            scoring = [] if wanted is None else [score(wanted)]
-            found, scores = await asyncio.gather(asyncio.gather(*work), asyncio.gather(*scoring))
+        scoring = [] if wanted is None else [score(wanted)]
+        found, scores = await asyncio.gather(self.generate(draw, folder), asyncio.gather(*scoring))
         samples = [Sampled(each.token_ids, each.log_probs, cut_off=each.finish != "stop") for each in found]
         if width:
-            of_texts = await self.scores_of(prompt, found, width, params, score)
+            of_texts = await self.scores_of(draw, found, width, score)
             tops = [(each.top_ids[len(prompt) :], each.top_log_probs[len(prompt) :]) for each in of_texts]
             samples = [replace(sample, top=top) for sample, top in zip(samples, tops, strict=True)]
         return write_samples(samples) if wanted is None else write_samples(samples, *_shown(asked, wanted, scores[0]))
 
-    async def scores_of(
-        self, prompt: Sequence[int], found: Sequence[Generation], width: int, params: Mapping[str, Any], score: Score
-    ) -> Sequence[Scores]:
+    async def scores_of(self, draw: Draw, found: Sequence[Generation], width: int, score: Score) -> Sequence[Scores]:
         """Of the prompt with each response, with the ``width`` likeliest tokens, by the trainer's forward pass.
 
         Raises:
             UnsupportedError: of a distribution that is cut.
         """
-        sampling = self._sampling(params)
-        if sampling.cuts:
-            raise UnsupportedError(
-                f"the likeliest tokens with {', '.join(sampling.cuts)} are not served here; leave one out"
-            )
-        texts = [[*prompt, *each.token_ids] for each in found]
-        return await asyncio.gather(*(score(Scoring(text, width, None, sampling.temperature or 1.0)) for text in texts))
+        cuts, temperature = draw.sampling.cuts, draw.sampling.temperature or 1.0
+        if cuts:
+            raise UnsupportedError(f"the likeliest tokens with {', '.join(cuts)} are not served here; leave one out")
+        texts = [[*draw.prompt, *each.token_ids] for each in found]
+        return await asyncio.gather(*(score(Scoring(text, width, None, temperature)) for text in texts))
 
-    async def generate(
-        self, prompt: Sequence[int], params: Mapping[str, Any], folder: Path | None, seed: int | None = None
-    ) -> Generation:
-        """One response."""
-        self.check(prompt)
+    async def generate(self, draw: Draw, folder: Path | None) -> Sequence[Generation]:
+        """The responses, all at one time."""
         async with self._adapter(folder) as adapter:
-            chosen = secrets.randbits(62) if seed is None else seed
-            return await self._generate(prompt, self._sampling(params), adapter, chosen, params.get("max_tokens"))
+            work = (self._generate(draw.prompt, draw.sampling, adapter, seed, draw.room) for seed in draw.seeds)
+            return await asyncio.gather(*work)
 
-    def stream(
-        self, prompt: Sequence[int], params: Mapping[str, Any], folder: Path | None, seed: int | None = None
-    ) -> AsyncGenerator[Generation, None]:
+    async def stream(self, draw: Draw, folder: Path | None) -> AsyncGenerator[Generation, None]:
         """One response in pieces, each a request that continues the one before; the engines' prefix cache has its keys."""
-        self.check(prompt)
-        chosen = secrets.randbits(62) if seed is None else seed
-        return self._stream(prompt, self._sampling(params), folder, chosen, self._room(prompt, params.get("max_tokens")))
-
-    async def _stream(
-        self, prompt: Sequence[int], sampling: SamplingConfig, folder: Path | None, chosen: int, left: int
-    ) -> AsyncGenerator[Generation, None]:
-        so_far = list(prompt)
+        so_far, left = list(draw.prompt), draw.room
         async with self._adapter(folder) as adapter:
             for number in range(left):
-                part = sample_seed(chosen, 0, 0, number)
-                piece = await self._generate(so_far, sampling, adapter, part, min(left, STREAMED_TOKENS))
+                part = sample_seed(draw.seeds[0], 0, 0, number)
+                piece = await self._generate(so_far, draw.sampling, adapter, part, min(left, STREAMED_TOKENS))
                 so_far += piece.token_ids
                 left -= len(piece.token_ids)
                 yield piece
                 if piece.finish == "stop" or left <= 0:
                     return
-
-    def check(self, prompt: Sequence[int]) -> None:
-        if problem := prompt_problem(prompt, self.longest, self.vocab_size):
-            raise BatchError(f"the prompt {problem}")
 
     @asynccontextmanager
     async def _adapter(self, folder: Path | None) -> AsyncIterator[str | None]:
@@ -213,6 +192,21 @@ class Sampling:
         with suppress(RLBackendError):  # engines that are lost have no adapters any more
             await asyncio.to_thread(self._rollout.remove_adapter, name)
 
+    def read(self, prompt: Sequence[int], params: Mapping[str, Any], count: int) -> Draw:
+        """What a request of either API asks for; a parameter of None is one that is not given.
+
+        Raises:
+            BatchError, ConfigError: what cannot be.
+        """
+        if problem := prompt_problem(prompt, self.longest, self.vocab_size):
+            raise BatchError(f"the prompt {problem}")
+        room = self.longest - len(prompt)
+        if params.get("max_tokens") is not None:
+            room = min(read_whole(params, "max_tokens", 1), room)
+        seed = None if params.get("seed") is None else read_whole(params, "seed", -MOST_WHOLE)
+        seeds = [secrets.randbits(62) if seed is None else sample_seed(seed, 0, 0, index) for index in range(count)]
+        return Draw(prompt, self._sampling(params), room, seeds)
+
     def _sampling(self, params: Mapping[str, Any]) -> SamplingConfig:
         stop = params.get("stop")
         stops: list[str | int] | None = [stop] if isinstance(stop, str | int) else stop
@@ -225,7 +219,7 @@ class Sampling:
             "temperature": read_number(asked, "temperature"),
             "top_p": read_number(asked, "top_p"),
             # The SDK's -1 is no bound, as 0 is.
-            "top_k": max(read_whole(asked, "top_k", -1, _MOST_TOKENS), 0),
+            "top_k": max(read_whole(asked, "top_k", -1), 0),
         }
         if given["temperature"] == 0:
             given = {"temperature": 0.0}
@@ -236,20 +230,13 @@ class Sampling:
         given["stop_strings"] = tuple(each for each in stops or () if isinstance(each, str))
         return SamplingConfig(**given)
 
-    def _room(self, prompt: Sequence[int], most: int | None) -> int:
-        room = self.longest - len(prompt)
-        return room if most is None else min(most, room)
-
     async def _generate(
-        self, prompt: Sequence[int], sampling: SamplingConfig, adapter: str | None, seed: int, most: int | None
+        self, prompt: Sequence[int], sampling: SamplingConfig, adapter: str | None, seed: int, most: int
     ) -> Generation:
         tokens = RolloutTokens(self._rollout, sampling, adapter=adapter)
-        longest = self._room(prompt, most)
-        if longest < 1:
-            raise BatchError(f"max_tokens={most}: expected at least 1")
         self.open += 1
         try:
-            found = await tokens.generate(prompt, seed=seed, stop_token_ids=(), max_tokens=longest)
+            found = await tokens.generate(prompt, seed=seed, stop_token_ids=(), max_tokens=most)
         finally:
             self.open -= 1
         self.samples += 1

@@ -18,14 +18,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from sqlalchemy import Table
 from sqlalchemy.exc import OperationalError
 
 from actors.serve.external import Links, encrypt, recipients_in
 from actors.serve.sampling import Sampling, Score
 from actors.serve.scores import Scores, Scoring
 from actors.serve.store import CHECKPOINTS, REQUESTS, RUNS, SAMPLERS, SESSIONS, Result, Store
-from actors.serve.training import ADAPTER, Call, Run, Training
-from actors.serve.wire import read_object
+from actors.serve.training import ADAPTER, Call, Job, Run, Training
+from actors.serve.wire import read_object, read_text, read_whole
 from rl_backend.contracts import BatchError, CheckpointError, ConfigError, UnsupportedError
 
 logger = logging.getLogger(__name__)
@@ -35,6 +36,7 @@ request_log = logging.getLogger(f"{__name__}.requests")
 EXTERNAL = "external_weights"
 KINDS = {"weights": "training", "sampler_weights": "sampler", EXTERNAL: "external"}
 _SAVES = {"weights": "save_weights", "sampler_weights": "save_weights_for_sampler", EXTERNAL: "save_weights_external"}
+_KNOWN = {SESSIONS: "session", RUNS: "model", SAMPLERS: "sampler", REQUESTS: "request"}
 _NAME = re.compile(r"[\w][\w.-]{0,199}")
 _SWEEP_SECONDS = 10.0
 _SPEED_SECONDS = 60.0
@@ -261,6 +263,17 @@ class Server:
     def _not_served(self, name: Any) -> str:
         return f"base_model={name!r}: this server has {', '.join(map(repr, self.models))}"
 
+    def known(self, table: Table, owner: str, name: str) -> dict[str, Any]:
+        """A session, run, sampler or request.
+
+        Raises:
+            UnknownError: it is not there, or is another key's.
+        """
+        found = self.store.get(table, id=name, owner=owner)
+        if found is None:
+            raise UnknownError(f"{_KNOWN[table]} {name!r} is not known")
+        return found
+
     # Sessions.
 
     def create_session(self, owner: str, asked: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -278,14 +291,10 @@ class Server:
         self.store.change(SESSIONS, {"seen": time.time()}, id=session)
         return True
 
-    def require_session(self, owner: str, session: str) -> dict[str, Any]:
-        found = self.store.get(SESSIONS, id=session, owner=owner)
-        if found is None:
-            raise UnknownError(f"session {session!r} is not known")
-        if found["ended"]:
+    def require_session(self, owner: str, session: str) -> None:
+        if self.known(SESSIONS, owner, session)["ended"]:
             # A client that was only slow goes on, and its old runs say that they are over.
             self.store.change(SESSIONS, {"ended": False, "seen": time.time()}, id=session)
-        return found
 
     async def end_session(self, session: str, why: str) -> None:
         """Frees what a session has on ranks and engines; named checkpoints stay."""
@@ -332,19 +341,18 @@ class Server:
             self._of(run)[0].training.make(run, lora)
             return {"type": "create_model", "model_id": run.id}
 
-        return self._new_run(owner, asked, text_in(asked, "base_model"), lora, make)
+        return self._new_run(owner, asked, read_text(asked, "base_model"), lora, make)
 
     def load_as_new(self, owner: str, asked: Mapping[str, Any]) -> Mapping[str, Any]:
         """Creation by loading: rank and targets are the checkpoint's."""
-        found = self._find(owner, text_in(asked, "path"), "weights")
+        found = self._find(owner, read_text(asked, "path"), "weights")
         # Any model can say that a checkpoint is not there.
         its: Mapping[str, Any] = found or {"base_model": next(iter(self.models)), "lora": {}}
-        base = text_in(asked, "base_model") if asked.get("base_model") else its["base_model"]
+        base = read_text(asked, "base_model") if asked.get("base_model") else its["base_model"]
 
         def make(run: Run) -> Mapping[str, Any]:
             _require_adam(asked)
-            self._load(run, asked["path"], found, optimizer=bool(asked.get("optimizer")))
-            return {"type": "load_weights", "path": asked["path"], "model_id": run.id}
+            return self._load(run, asked, found)
 
         return self._new_run(owner, asked, base, its["lora"], make)
 
@@ -356,10 +364,10 @@ class Server:
         lora: Mapping[str, Any],
         make: Callable[[Run], Mapping[str, Any]],
     ) -> Mapping[str, Any]:
-        session, metadata = text_in(asked, "session_id"), metadata_in(asked)
+        session, metadata = read_text(asked, "session_id"), metadata_in(asked)
         self.require_session(owner, session)
         # Not free: the SDK derives it when it creates by loading.
-        run, now = f"{session}:train:{number_in(asked, 'model_seq_id')}", time.time()
+        run, now = f"{session}:train:{read_whole(asked, 'model_seq_id')}", time.time()
         request_id, is_new = self.store.accept(run, 0, owner)
         if not is_new:
             return {"request_id": request_id, "model_id": run}
@@ -395,41 +403,30 @@ class Server:
         """As lists show them: those that could be created, in the order of creation."""
         return [run for run in self.store.rows(RUNS, **where) if not run["failed"]]
 
-    def require_run(self, owner: str, run: str) -> dict[str, Any]:
-        found = self.store.get(RUNS, id=run, owner=owner)
-        if found is None:
-            raise UnknownError(f"model {run!r} is not known")
-        return found
-
-    def submit(self, owner: str, run: str, seq_id: int, make: Callable[[str], Any], size: int = 0) -> Mapping[str, Any]:
+    def submit(self, owner: str, run: str, seq_id: int, job: Job) -> Mapping[str, Any]:
         """Accepts a request of a run, whatever is in it: an answer of 4xx would lose its number, and all that follow wait.
-
-        Args:
-            make: from the request's id, the job.
-            size: bytes that the job holds while it waits.
 
         Raises:
             BusyError: the client sends the request again.
         """
-        found = self.require_run(owner, run)
+        found = self.known(RUNS, owner, run)
         if seq_id < 1:
             raise BatchError(f"seq_id={seq_id}: the numbers of a run's requests begin at 1")
         training = None if found["over"] else self.models[found["base_model"]].training
-        if training is not None and size and not training.is_next(run, seq_id):
+        if training is not None and job.size and not training.is_next(run, seq_id):
             waits = sum(model.training.waiting_bytes for model in self.models.values())
-            if waits + size > self.limits.waiting_bytes:
+            if waits + job.size > self.limits.waiting_bytes:
                 raise BusyError("as many training requests wait as the server holds; ask again")
         request_id, is_new = self.store.accept(run, seq_id, owner)
         if is_new and training is None:
             self.futures.finish({request_id: Result.failed(found["over"], "server")})
         elif is_new and training is not None:
-            training.submit(run, seq_id, make(request_id))
+            training.submit(run, seq_id, request_id, job)
         return {"request_id": request_id, "model_id": run}
 
     def call(self, owner: str, asked: Mapping[str, Any], work: Callable[[Run], Mapping[str, Any]]) -> Mapping[str, Any]:
-        run, seq_id = text_in(asked, "model_id"), number_in(asked, "seq_id")
-        size = held_by(asked)
-        return self.submit(owner, run, seq_id, lambda request_id: Call(request_id, work, size), size)
+        run, seq_id = read_text(asked, "model_id"), read_whole(asked, "seq_id")
+        return self.submit(owner, run, seq_id, Call(work, held_by(asked)))
 
     # Checkpoints.
 
@@ -437,7 +434,7 @@ class Server:
         """Saves a checkpoint of a name."""
 
         def work(run: Run) -> Mapping[str, Any]:
-            name = text_in(asked, "path")
+            name = read_text(asked, "path")
             if not _NAME.fullmatch(name):
                 expected = "a name has up to 200 letters, digits, '_', '-' and '.'"
                 raise ConfigError(f"path={name[:200]!r}: {expected}")
@@ -475,12 +472,13 @@ class Server:
 
         def work(run: Run) -> Mapping[str, Any]:
             session = run.id.partition(":")[0]
-            sampler = f"{session}:sample:{number_in(asked, 'sampling_session_seq_id')}"
+            sampler = f"{session}:sample:{read_whole(asked, 'sampling_session_seq_id')}"
             if self.store.get(SAMPLERS, id=sampler) is not None:
                 raise CheckpointError(f"sampler {sampler!r} exists; choose another sampling_session_seq_id")
             folder, size = self._write(run, owner, "snapshots", state=False)
             row = self._of(run)[1]
-            self._add_sampler(owner, session, sampler, row["base_model"], None, folder, row["lora"], size)
+            weights = {"base_model": row["base_model"], "folder": str(folder), "lora": row["lora"], "bytes": size}
+            self.store.add(SAMPLERS, id=sampler, session=session, owner=owner, **weights)
             kept = self._snapshots.setdefault(run.id, deque())
             kept.append(Snapshot(time.time(), folder))
             if len(kept) > self.limits.snapshots:
@@ -523,10 +521,7 @@ class Server:
 
     def load(self, owner: str, asked: Mapping[str, Any]) -> Mapping[str, Any]:
         def work(run: Run) -> Mapping[str, Any]:
-            found = self._find(owner, asked["path"], "weights")
-            self._load(run, asked["path"], found, optimizer=bool(asked.get("optimizer")))
-            assert found is not None, "loaded"
-            return {"type": "load_weights", "path": asked["path"], "model_id": run.id}
+            return self._load(run, asked, self._find(owner, read_text(asked, "path"), "weights"))
 
         return self.call(owner, asked, work)
 
@@ -585,14 +580,16 @@ class Server:
         found = self.store.get(CHECKPOINTS, run=parts[0], kind=parts[1], name=parts[2])
         return found if found is not None and (found["owner"] == owner or found["public"]) else None
 
-    def _load(self, run: Run, path: str, found: Mapping[str, Any] | None, *, optimizer: bool) -> None:
+    def _load(self, run: Run, asked: Mapping[str, Any], found: Mapping[str, Any] | None) -> Mapping[str, Any]:
+        path = asked["path"]
         if found is None:
             raise CheckpointError(f"path={path!r} is no training checkpoint that this key may read; see list_checkpoints")
         model = self._of(run)[0]
         if found["base_model"] != model.name:
             raise CheckpointError(f"{path} is of {found['base_model']!r}, and the run of {model.name!r}")
-        model.training.load(run, Path(found["folder"]), found["lora"], optimizer=optimizer)
+        model.training.load(run, Path(found["folder"]), found["lora"], optimizer=bool(asked.get("optimizer")))
         self.store.change(RUNS, {"lora": found["lora"]}, id=run.id)
+        return {"type": "load_weights", "path": path, "model_id": run.id}
 
     def _delete_checkpoint(self, found: Mapping[str, Any]) -> None:
         key = {"run": found["run"], "kind": found["kind"], "name": found["name"], "folder": found["folder"]}
@@ -624,24 +621,20 @@ class Server:
     # Samplers.
 
     def create_sampler(self, owner: str, asked: Mapping[str, Any]) -> Mapping[str, Any]:
-        session = text_in(asked, "session_id")
+        session = read_text(asked, "session_id")
         self.require_session(owner, session)
-        sampler = f"{session}:sample:{number_in(asked, 'sampling_session_seq_id')}"
+        sampler = f"{session}:sample:{read_whole(asked, 'sampling_session_seq_id')}"
         path, base = asked.get("model_path"), asked.get("base_model")
+        weights: Mapping[str, Any]
         if path:
-            found = self.find_adapter(owner, path)
-            if base and base != found["base_model"]:
-                raise BatchError(f"base_model={base!r}: {path} is of {found['base_model']!r}; leave base_model out")
-            self._add_sampler(owner, session, sampler, found["base_model"], path, Path(found["folder"]), found["lora"])
+            weights = self.find_adapter(owner, path)
+            if base and base != weights["base_model"]:
+                raise BatchError(f"base_model={base!r}: {path} is of {weights['base_model']!r}; leave base_model out")
         else:
-            self._add_sampler(owner, session, sampler, self.model(base).name, None, None, None)
+            weights = {"base_model": self.model(base).name, "folder": None, "lora": None}
+        given = {name: weights[name] for name in ("base_model", "folder", "lora")}
+        self.store.add(SAMPLERS, id=sampler, session=session, owner=owner, path=path or None, **given)
         return {"type": "create_sampling_session", "sampling_session_id": sampler}
-
-    def require_sampler(self, owner: str, sampler: str) -> dict[str, Any]:
-        found = self.store.get(SAMPLERS, id=sampler, owner=owner)
-        if found is None:
-            raise UnknownError(f"sampler {sampler!r} is not known")
-        return found
 
     def sample(self, owner: str, asked: Mapping[str, Any]) -> Mapping[str, Any]:
         """Accepts a request for samples.
@@ -650,13 +643,11 @@ class Server:
             UnknownError: the sampler, or its model.
             BusyError: as many are open as the server takes.
         """
-        sampler = self.require_sampler(owner, str(asked.get("sampling_session_id")))
+        sampler = self.known(SAMPLERS, owner, read_text(asked, "sampling_session_id"))
         model = self.model(sampler["base_model"])
-        count = number_in({"num_samples": 1, **asked}, "num_samples")
-        if count > self.limits.open_samples:
-            raise BatchError(f"num_samples={count}: this server takes up to {self.limits.open_samples} in a request")
+        count = read_whole({"num_samples": 1, **asked}, "num_samples", 1, self.limits.open_samples)
         self.require_places(count)
-        seq_id = secrets.randbits(62) if asked.get("seq_id") is None else number_in(asked, "seq_id")
+        seq_id = secrets.randbits(62) if asked.get("seq_id") is None else read_whole(asked, "seq_id")
         request_id, is_new = self.store.accept(sampler["id"], seq_id, owner)
         if is_new:
             task = asyncio.get_running_loop().create_task(self._sample(request_id, asked, model, sampler))
@@ -689,15 +680,14 @@ class Server:
         Raises:
             UnknownError: no request of this owner.
         """
-        if self.store.get(REQUESTS, id=request_id, owner=owner) is None:
-            raise UnknownError(f"request {request_id!r} is not known")
+        self.known(REQUESTS, owner, request_id)
         if (task := self._tasks.pop(request_id, None)) is not None:
             self.futures.finish({request_id: Result.failed("the request was cancelled by its client")})
             task.cancel()
 
     def join(self, owner: str, sampler: str) -> int:
         """A number for another client of a sampler, whose requests begin at so many times 10^9; the first has 0."""
-        self.require_sampler(owner, sampler)
+        self.known(SAMPLERS, owner, sampler)
         return self.store.count_client(sampler)
 
     def folder_of(self, sampler: Mapping[str, Any]) -> Path | None:
@@ -725,29 +715,6 @@ class Server:
         finally:
             self._tasks.pop(request_id, None)
         self.futures.finish({request_id: result})
-
-    def _add_sampler(
-        self,
-        owner: str,
-        session: str,
-        sampler: str,
-        base: str,
-        path: str | None,
-        folder: Path | None,
-        lora: Mapping[str, Any] | None,
-        size: int | None = None,
-    ) -> None:
-        self.store.add(
-            SAMPLERS,
-            id=sampler,
-            session=session,
-            owner=owner,
-            base_model=base,
-            path=path,
-            folder=None if folder is None else str(folder),
-            lora=None if lora is None else dict(lora),
-            bytes=size,
-        )
 
 
 def _require_adam(asked: Mapping[str, Any]) -> None:
@@ -783,28 +750,9 @@ def shown_time(seconds: float) -> str:
     return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(seconds))
 
 
-def as_object(body: bytes) -> dict[str, Any]:
-    """Raises :class:`BatchError` for what is no JSON object."""
-    try:
-        value = json.loads(body or b"{}")
-    except (ValueError, RecursionError) as error:
-        raise BatchError(f"body: not JSON: {error}") from None
-    if not isinstance(value, dict):
-        raise BatchError(f"body: a {type(value).__name__}; expected an object")
-    return value
-
-
 def held_by(asked: Mapping[str, Any]) -> int:
     """Bytes of a request that waits."""
     return _RECORD + len(json.dumps(asked))
-
-
-def text_in(asked: Mapping[str, Any], name: str) -> str:
-    """Raises :class:`BatchError` for what is no text."""
-    value = asked.get(name)
-    if not isinstance(value, str):
-        raise BatchError(f"{name}={value!r}: expected a text")
-    return value
 
 
 def metadata_in(asked: Mapping[str, Any]) -> Any:
@@ -813,11 +761,3 @@ def metadata_in(asked: Mapping[str, Any]) -> Any:
     if (size := len(json.dumps(found))) > _MOST_METADATA:
         raise BatchError(f"user_metadata: {size} bytes; expected at most {_MOST_METADATA}")
     return found
-
-
-def number_in(asked: Mapping[str, Any], name: str) -> int:
-    """Raises :class:`BatchError` for what is no number from 0 of 63 bits."""
-    value = asked.get(name)
-    if not isinstance(value, int) or not 0 <= value < 1 << 63:
-        raise BatchError(f"{name}={value!r}: expected a whole number from 0")
-    return value

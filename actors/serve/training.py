@@ -13,10 +13,10 @@ import shutil
 import threading
 import uuid
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +38,6 @@ from rl_backend.contracts import (
     ConfigError,
     ForwardResult,
     GroupFailedError,
-    TenantStep,
     TokenSequence,
     UnsupportedError,
 )
@@ -72,10 +71,9 @@ type Finish = Callable[[Mapping[str, Result]], None]
 class Pass:
     """A request for forward_backward or forward, and how much of it has run."""
 
-    request_id: str
     body: bytes
+    request_id: str = ""
     request: PassRequest | None = None
-    refused: Result | None = None
     loss: Loss | None = None
     targets: int = 0
     cursor: int = 0
@@ -111,18 +109,22 @@ class Pass:
 class Step:
     """A request for an optimizer step."""
 
-    request_id: str
     asked: Mapping[str, Any]
     size: int = 0
+    request_id: str = ""
 
 
 @dataclass(eq=False)
 class Call:
     """A request for anything else about a run; ``work`` returns the answer."""
 
-    request_id: str
     work: Callable[[Run], Mapping[str, Any]]
     size: int = 0
+    request_id: str = ""
+
+
+type Job = Pass | Step | Call
+"""``size`` are the bytes that it holds while it waits."""
 
 
 @dataclass(eq=False)
@@ -146,7 +148,7 @@ class Run:
     tenant: HandleRef | None = None
     lora: LoRAConfig | None = None
     next_seq: int = 0
-    waiting: dict[int, Pass | Step | Call] = field(default_factory=dict)
+    waiting: dict[int, Job] = field(default_factory=dict)
     trained: bool = False
     broken: str = ""
     passed: list[Pass] | None = field(default_factory=list)
@@ -159,7 +161,7 @@ class Run:
     over: str = ""
 
     @property
-    def head(self) -> Pass | Step | Call | None:
+    def head(self) -> Job | None:
         return self.again[0] if self.again else self.waiting.get(self.next_seq)
 
 
@@ -228,10 +230,11 @@ class Training:
         """A new run, which ``work`` fills; the answer is what it returns. Where it raises there is no run."""
         with self._changed:
             self._runs[run_id] = Run(run_id)
-        self.submit(run_id, 0, Call(request_id, work))
+        self.submit(run_id, 0, request_id, Call(work))
 
-    def submit(self, run_id: str, seq_id: int, job: Pass | Step | Call) -> None:
+    def submit(self, run_id: str, seq_id: int, request_id: str, job: Job) -> None:
         """Queues a request at its place in the run's order."""
+        job.request_id = request_id
         with self._changed:
             run = self._runs.get(run_id)
             over = self.failed or ("the run has ended" if run is None else run.over)
@@ -241,7 +244,7 @@ class Training:
                 run.waiting[seq_id] = job
                 self._changed.notify()
         if over:
-            self._finish({job.request_id: Result.failed(over, "server")})
+            self._finish({request_id: Result.failed(over, "server")})
 
     def is_next(self, run_id: str, seq_id: int) -> bool:
         """Whether nothing of its run has to come before a request."""
@@ -485,14 +488,15 @@ class Training:
             self._finish(self._answers)
             self._answers = {}
 
-    def _outcome(self, work: Callable[[], Mapping[str, Any] | bytes]) -> Result:
-        """What a client's work comes to; only the end of the group is nobody's own error."""
+    @contextmanager
+    def _fails_alone(self, run: Run) -> Iterator[None]:
+        """Inside, an error is the answer to the run's request; only the end of the group is nobody's own."""
         try:
-            return Result.of(work())
+            yield
         except _LOST:
             raise
         except Exception as error:  # noqa: BLE001 it is answered
-            return Result.of_error(error)
+            self._done(run, Result.of_error(error))
 
     def _call(self, runs: Sequence[Run]) -> None:
         for run in runs:
@@ -500,7 +504,8 @@ class Training:
             self._answer()
             job = run.head
             assert isinstance(job, Call), "chosen by its kind"
-            self._done(run, self._outcome(partial(job.work, run)))
+            with self._fails_alone(run):
+                self._done(run, Result.of(job.work(run)))
             if run.tenant is None:
                 self.end(run.id, "the run could not be created")
 
@@ -508,11 +513,8 @@ class Training:
         """One step of each, in one operation of the group."""
         able: list[tuple[Run, HandleRef, AdamParams]] = []
         for run in runs:
-            try:
+            with self._fails_alone(run):
                 able.append((run, *_step_of(run)))
-            except Exception as error:  # noqa: BLE001 it is answered, and nothing was asked of the group yet
-                run.broken = ""
-                self._done(run, Result.of_error(error))
         if not able:
             return
         tenants = [tenant for _, tenant, _ in able]
@@ -528,15 +530,13 @@ class Training:
             return
         (runs, sent), self._steps = self._steps, None
         for (run, adam), result in zip(runs, sent.result(), strict=True):
-            self._done(run, self._outcome(partial(self._stepped, run, adam, result)))
-
-    def _stepped(self, run: Run, adam: AdamParams, result: TenantStep) -> Mapping[str, Any]:
-        if not result.ok:
-            why = result.error or "a gradient is not finite; weights and optimizer are as they were, gradients gone"
-            raise BatchError(f"optim_step: {why}")
-        run.steps += 1
-        self.steps += 1
-        return {"metrics": {"grad_norm": result.grad_norm, "learning_rate": adam.lr}}
+            with self._fails_alone(run):
+                if not result.ok:
+                    why = result.error or "a gradient is not finite; weights and optimizer are as they were, gradients gone"
+                    raise BatchError(f"optim_step: {why}")
+                run.steps += 1
+                self.steps += 1
+                self._done(run, Result.of({"metrics": {"grad_norm": result.grad_norm, "learning_rate": adam.lr}}))
 
     def _pass(self, runs: Sequence[Run]) -> None:
         """One pass with a piece of each of those that fit together; who waited longest for a pass is in it."""
@@ -605,20 +605,14 @@ class Training:
 
     def _prepare(self, run: Run) -> bool:
         """Whether a request for a pass can be run; one that is wrong is answered here."""
-        job = _job(run)
-        self._read_pass(run, job)
-        if job.refused is not None:
-            self._done(run, job.refused)
-            return False
-        assert job.request is not None, "read now"
-        if run.broken and not job.request.forward_only:
-            error = BatchError(f"forward_backward: its gradients would be added to incomplete ones: {run.broken}")
-            self._done(run, Result.of_error(error))
-            return False
-        if not job.request.data:
+        with self._fails_alone(run):
+            request = self._read_pass(run, _job(run))
+            if run.broken and not request.forward_only:
+                raise BatchError(f"forward_backward: its gradients would be added to incomplete ones: {run.broken}")
+            if request.data:
+                return True
             self._done(run, Result.of(write_pass([], {"loss:sum": 0.0})))
-            return False
-        return True
+        return False
 
     def _read_ahead(self) -> None:
         """Reads what came meanwhile."""
@@ -626,29 +620,28 @@ class Training:
             heads = self._heads()
         for run in heads:
             if isinstance(run.head, Pass):
-                self._read_pass(run, run.head)
+                # What is wrong with a request is said when it would run, in its place among the answers.
+                with suppress(Exception):
+                    self._read_pass(run, run.head)
 
-    def _read_pass(self, run: Run, job: Pass) -> None:
-        if job.request is None and job.refused is None:
-            found = self._outcome(partial(self._checked, run, job))
-            job.refused = None if job.request is not None else found
-
-    def _checked(self, run: Run, job: Pass) -> bytes:
-        _made(run)
-        request = read_pass(job.body)
-        job.loss = loss_of(request.loss, request.loss_options)
-        for number, datum in enumerate(request.data):
-            check(
-                f"datum {number}",
-                datum,
-                request.loss,
-                vocab_size=self._vocab_size,
-                longest=self._longest,
-                forward_only=request.forward_only,
-            )
-        job.request, job.body = request, b""
-        job.targets = sum(datum.inputs["target_tokens"].size for datum in request.data)
-        return b""
+    def _read_pass(self, run: Run, job: Pass) -> PassRequest:
+        """Raises what is wrong with a request."""
+        if job.request is None:
+            _made(run)
+            request = read_pass(job.body)
+            job.loss = loss_of(request.loss, request.loss_options)
+            for number, datum in enumerate(request.data):
+                check(
+                    f"datum {number}",
+                    datum,
+                    request.loss,
+                    vocab_size=self._vocab_size,
+                    longest=self._longest,
+                    forward_only=request.forward_only,
+                )
+            job.targets = sum(datum.inputs["target_tokens"].size for datum in request.data)
+            job.request, job.body = request, b""
+        return job.request
 
     def _send(
         self, chosen: Sequence[tuple[Run, Sequence[Datum]]], *, forward_only: bool
@@ -800,9 +793,11 @@ def _step_of(run: Run) -> tuple[HandleRef, AdamParams]:
     """Raises what is wrong with a request for a step."""
     job = run.head
     assert isinstance(job, Step), "chosen by its kind"
+    # Whatever comes of the step, gradients begin anew after it.
+    broken, run.broken = run.broken, ""
     tenant, adam = _made(run)[0], adam_of(job.asked)
-    if run.broken:
-        raise BatchError(f"optim_step: nothing was changed, and gradients are dropped: {run.broken}")
+    if broken:
+        raise BatchError(f"optim_step: nothing was changed, and gradients are dropped: {broken}")
     if not run.trained:
         raise BatchError("optim_step: no forward_backward since the last step, so there are no gradients")
     return tenant, adam

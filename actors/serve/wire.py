@@ -1,4 +1,4 @@
-"""Tinker's protobuf messages as plain values: requests are read to arrays, answers are written from them.
+"""Requests and answers as plain values: JSON is read, and Tinker's protobuf messages are read and written.
 
 The schema is our own, by field numbers: what it writes is wire-equal to what the SDK's reads, and the reverse.
 """
@@ -6,6 +6,7 @@ The schema is our own, by field numbers: what it writes is wire-equal to what th
 from __future__ import annotations
 
 import itertools
+import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -72,7 +73,8 @@ _MOST_DIMENSIONS = 8
 _FIXED = {1: 8, 5: 4}
 """Wire type -> bytes of a number that has always as many."""
 _DTYPES: Mapping[int, np.dtype[Any]] = {1: np.dtype("<f4"), 2: np.dtype("<i8"), 3: np.dtype("<i4")}
-
+MOST_WHOLE = (1 << 63) - 1
+"""What the database and samplers hold: 64 bits with a sign."""
 
 type Top = tuple[np.ndarray, np.ndarray]
 
@@ -334,9 +336,28 @@ def _write_cells(message: Any, cells: Cells) -> None:
     message.sparse_csr.col_indices = columns.astype("<i8").tobytes()
 
 
-def read_whole(asked: Mapping[str, Any], name: str, least: int, most: int) -> int:
+def read_json(body: bytes) -> dict[str, Any]:
+    """Raises :class:`BatchError` for what is no JSON object."""
+    try:
+        value = json.loads(body or b"{}")
+    except (ValueError, RecursionError) as error:
+        raise BatchError(f"body: not JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise BatchError(f"body: a {type(value).__name__}; expected an object")
+    return value
+
+
+def read_text(asked: Mapping[str, Any], name: str) -> str:
+    """Raises :class:`BatchError` for what is no text."""
+    value = asked.get(name)
+    if not isinstance(value, str):
+        raise BatchError(f"{name}={value!r}: expected a text")
+    return value
+
+
+def read_whole(asked: Mapping[str, Any], name: str, least: int = 0, most: int = MOST_WHOLE) -> int:
     """Raises :class:`BatchError` for what is no whole number, or out of bounds."""
-    value = asked[name]
+    value = asked.get(name)
     if type(value) is not int or not least <= value <= most:
         raise BatchError(f"{name}={value!r}: expected a whole number from {least} to {most}")
     return value

@@ -102,5 +102,5 @@ def _is_first_rank() -> bool:
     return not dist.is_initialized() or dist.get_rank() == 0
 
 
-register_config_class(choose_engine)
+register_config_class()
 register_prefix_groups()

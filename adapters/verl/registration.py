@@ -1,7 +1,7 @@
 """Registration of the engine that verl builds for ``strategy=megatron``: ours or its own."""
 
+import importlib
 import os
-from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
@@ -15,41 +15,37 @@ VENDORS = {"rl_backend": "native", "rl_backend_bridge": "bridge"}
 MODEL_TYPES = ("language_model", "value_model")
 """verl's model types that have an engine here."""
 
-type ChooseEngine = Callable[[str, Any, str | None], tuple[type, Any]]
-"""(verl's model type, configuration, backend for verl's own class) -> the engine's class and its configuration:
-:func:`adapters.verl.engine_config.choose_engine`, which only a process that builds an engine imports."""
-
 _STRATEGY = "megatron"
 _DEVICES = ("cpu", "cuda")
 _REGISTRY_MODULE = "verl.workers.engine.base"
-_CONFIG_MODULE = "adapters.verl.engine_config."
+_CONFIG_MODULE = "adapters.verl.engine_config"
 
 
-def register_vendors(choose: ChooseEngine) -> None:
+def register_vendors() -> None:
     """Makes ``VERL_ENGINE_VENDOR`` accept the names in :data:`VENDORS`; without one of them verl chooses as before."""
     # Not now: its import takes seconds, and most processes that import verl (rollout servers, reward workers) need it never.
-    when_imported(_REGISTRY_MODULE, lambda base: _register_vendors(base, choose))
+    when_imported(_REGISTRY_MODULE, _register_vendors)
 
 
-def register_config_class(choose: ChooseEngine) -> None:
+def register_config_class() -> None:
     """Makes verl build our engines from an ``RLBackendEngineConfig``, and its own from its own class."""
-    when_imported(_REGISTRY_MODULE, lambda base: _register_config_class(base, choose))
+    when_imported(_REGISTRY_MODULE, _register_config_class)
 
 
 def is_ours(role: Any) -> bool:
     if role.get("strategy") != _STRATEGY:
         return False
     target = str(role.megatron.get("_target_"))
-    return target.startswith(_CONFIG_MODULE) or os.environ.get(VENDOR_VARIABLE) in VENDORS
+    return target.startswith(f"{_CONFIG_MODULE}.") or os.environ.get(VENDOR_VARIABLE) in VENDORS
 
 
-def _register_vendors(base: ModuleType, choose: ChooseEngine) -> None:
+def _register_vendors(base: ModuleType) -> None:
     for vendor, backend in VENDORS.items():
         for device in _DEVICES:
-            _register(base, device, vendor, backend, choose)
+            _register(base, device, vendor, backend)
 
 
-def _register_config_class(base: ModuleType, choose: ChooseEngine) -> None:
+def _register_config_class(base: ModuleType) -> None:
     # verl looks here first, before what is registered for the device alone.
     device = os.getenv("VERL_ENGINE_DEVICE") or base.get_device_name()
     vendor = os.getenv(VENDOR_VARIABLE) or base.get_vendor()
@@ -57,12 +53,12 @@ def _register_config_class(base: ModuleType, choose: ChooseEngine) -> None:
         raise UnsupportedError(
             f"RLBackendEngineConfig on the device {device!r}: the runtimes are for {' and '.join(_DEVICES)}", device=device
         )
-    _register_vendors(base, choose)
+    _register_vendors(base)
     if vendor not in VENDORS:
-        _register(base, device, vendor, None, choose)
+        _register(base, device, vendor, None)
 
 
-def _register(base: ModuleType, device: str, vendor: str, backend: str | None, choose: ChooseEngine) -> None:
+def _register(base: ModuleType, device: str, vendor: str, backend: str | None) -> None:
     for model_type in MODEL_TYPES:
         known = base.EngineRegistry._engines.get(model_type, {}).get(_STRATEGY, {}).get((device, vendor))
         if known is not None:
@@ -75,16 +71,18 @@ def _register(base: ModuleType, device: str, vendor: str, backend: str | None, c
                 model_type=model_type,
                 vendor=vendor,
             )
-        base.EngineRegistry.register(model_type, _STRATEGY, device, vendor)(_chooser(base, model_type, backend, choose))
+        base.EngineRegistry.register(model_type, _STRATEGY, device, vendor)(_chooser(base, model_type, backend))
 
 
-def _chooser(base: ModuleType, model_type: str, backend: str | None, choose: ChooseEngine) -> type:
+def _chooser(base: ModuleType, model_type: str, backend: str | None) -> type:
     class ChosenEngine(base.BaseEngine):  # type: ignore[name-defined]
         rl_backend_chooses = True
         backend_for_verls_class = backend
 
         def __new__(cls, model_config: Any, engine_config: Any, optimizer_config: Any, checkpoint_config: Any) -> Any:
-            engine, config = choose(model_type, engine_config, backend)
+            # By its name, and only where an engine is built: it imports verl's configurations and engines, and this module.
+            choices = importlib.import_module(_CONFIG_MODULE)
+            engine, config = choices.choose_engine(model_type, engine_config, backend)
             return engine(model_config, config, optimizer_config, checkpoint_config)
 
     return ChosenEngine

@@ -40,6 +40,7 @@ from rl_backend.contracts.errors import UnsupportedError as UnsupportedError
 from rl_backend.contracts.errors import WeightCheckError as WeightCheckError
 from rl_backend.contracts.errors import WeightSyncError as WeightSyncError
 from rl_backend.contracts.errors import WeightVersionError as WeightVersionError
+from rl_backend.contracts.hf_config import EXPERT_COUNTS as EXPERT_COUNTS
 from rl_backend.contracts.hf_config import quantisation_problem as quantisation_problem
 from rl_backend.contracts.hf_config import stores_mxfp4 as stores_mxfp4
 from rl_backend.contracts.hf_config import text_config as text_config

@@ -15,6 +15,8 @@ _MXFP4 = "mxfp4"
 _BLOCK_SIZE = "weight_block_size"
 _WHICH_WEIGHTS = ("modules_to_not_convert", "ignored_layers")
 """Which weights are quantised is known from their dtypes."""
+EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
+"""Fields of which a mixture's text configuration has one: the number of a layer's routed experts."""
 
 
 def text_config(hf_config: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -13,7 +13,7 @@ from typing import Any
 
 import uvicorn
 
-from actors.serve.app import Asked, Owner, make_app
+from actors.serve.app import asked_in, make_app, owner_of
 from actors.serve.openai import add_openai
 from actors.serve.pages import add_pages
 from actors.serve.server import Futures, Limits, ServedModel, Server
@@ -130,7 +130,7 @@ def served(
 def _listening(server: Server) -> Iterator[str]:
     listener = socket.create_server(("127.0.0.1", 0))
     app = make_app(server)
-    add_openai(app, server, Owner, Asked)
+    add_openai(app, server, owner_of, asked_in)
     add_pages(app, server)
     web = uvicorn.Server(uvicorn.Config(app, log_level="error"))
     thread = threading.Thread(target=web.run, kwargs={"sockets": [listener]}, daemon=True)

@@ -317,9 +317,9 @@ class RolloutGroup:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _tell(self, method: str, *args: Any, timeout: float | None = None) -> None:
+    def _tell(self, method: str) -> None:
         with self.engine_set.updating():
-            raise_failures(self.engine_set.call(method, *args, timeout=timeout))
+            raise_failures(self.engine_set.call(method))
 
     def _start(self, engines: Sequence[int]) -> None:
         actors = {engine: self._make_actor(engine) for engine in engines}

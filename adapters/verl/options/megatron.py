@@ -25,7 +25,7 @@ from adapters.verl.options.decisions import (
     Decision,
     same,
 )
-from rl_backend.contracts import ConfigError, ParallelConfig, UnsupportedError
+from rl_backend.contracts import EXPERT_COUNTS, ConfigError, ParallelConfig, UnsupportedError
 from rl_backend.model import find_model
 from rl_backend.runtime.bridge import config as bridge_config
 
@@ -119,7 +119,7 @@ def text_config(hf_config: Any) -> Any:
 
 def has_experts(hf_config: Any) -> bool:
     config = text_config(hf_config)
-    return any(getattr(config, name, None) for name in ("num_experts", "num_local_experts", "n_routed_experts"))
+    return any(getattr(config, name, None) for name in EXPERT_COUNTS)
 
 
 _ON_THE_BRIDGE = {TRANSFORMER: bridge_config.TRANSFORMER, DDP: bridge_config.DDP, ADAM: bridge_config.OPTIMIZER}

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from packaging.version import Version
 
 from rl_backend.checkpoint.hf_reader import read_hf_config
-from rl_backend.contracts import ConfigError, RuntimeConfig, UnsupportedError, text_config
+from rl_backend.contracts import EXPERT_COUNTS, ConfigError, RuntimeConfig, UnsupportedError, text_config
 from rl_backend.model.blocks import divisors, nearest
 from rl_backend.runtime.bridge.config import BridgeConfig
 
@@ -68,7 +68,7 @@ def check_config(config: RuntimeConfig) -> None:
     hf_config, options = read_hf_config(config.hf_path), config.options(BridgeConfig)
     require_bridge(config.hf_path, hf_config)
     text = text_config(hf_config)
-    experts = (_size(text, name) for name in ("num_experts", "num_local_experts", "n_routed_experts"))
+    experts = (_size(text, name) for name in EXPERT_COUNTS)
     heads = _size(text, "num_attention_heads")
     sizes = LayerSizes(
         num_layers=_size(text, "num_hidden_layers"),

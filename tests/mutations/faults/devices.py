@@ -171,7 +171,7 @@ FAULTS = [
     ),
     Fault(
         "shapes-for-a-first-chunk-that-receives-nothing",
-        "rl_backend.runtime.bridge.passes.transfers:_received",
+        "rl_backend.runtime.bridge.engine.forward_backward:_received",
         "chunk or not begins",
         "True",
         ("test_every_rank_knows_what_it_receives",),
@@ -243,7 +243,7 @@ FAULTS = [
     ),
     Fault(
         "moments-stay-beside-weights-of-engines",
-        "actors.run.colocation:Colocation.to_engines",
+        "actors.run.parts:Colocation.to_engines",
         'model.to("cpu", model=(model.base or model.handle) != pushed)',
         "pass",
         (_BESIDE_ENGINES,),
@@ -251,7 +251,7 @@ FAULTS = [
     ),
     Fault(
         "the-base-of-pushed-factors-leaves-before-the-push",
-        "actors.run.colocation:Colocation.to_engines",
+        "actors.run.parts:Colocation.to_engines",
         "(model.base or model.handle) != pushed",
         "model.handle != policy.handle",
         ("test_the_frozen_model_below_pushed_factors_stays_for_the_push",),
@@ -259,7 +259,7 @@ FAULTS = [
     ),
     Fault(
         "weights-of-ranks-stay-beside-keys-and-values",
-        "actors.run.colocation:Colocation.to_engines",
+        "actors.run.parts:Colocation.to_engines",
         'model.to("cpu")',
         "pass",
         (_BESIDE_ENGINES,),
@@ -331,7 +331,7 @@ FAULTS = [
     ),
     Fault(
         "ranks-stay-in-host-memory-after-a-failed-push",
-        "actors.run.colocation:Colocation.to_engines",
+        "actors.run.parts:Colocation.to_engines",
         'model.to("device")',
         "pass",
         ("test_after_a_push_that_failed_ranks_have_their_memory_back",),

@@ -104,7 +104,7 @@ FAULTS = [
     ),
     Fault(
         "sinks-of-the-first-rank",
-        "rl_backend.runtime.bridge.megatron.sinks:mark_sinks",
+        "rl_backend.runtime.bridge.engine.optimizer:mark_sinks",
         "vars(parameter).update(tensor_model_parallel=True, partition_dim=0, partition_stride=1)",
         "pass",
         (f"{_BRIDGE}[2-ranks-tp2-gpt_oss]",),

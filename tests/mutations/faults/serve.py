@@ -231,7 +231,7 @@ FAULTS = [
     ),
     Fault(
         "a-step-that-cannot-be-read-ends-training",
-        "actors.serve.training:Training._step",
+        "actors.serve.training:Training._fails_alone",
         "Exception",
         "BatchError",
         ("test_values_of_a_step_that_cannot_be_read_fail_that_step_alone",),
@@ -265,10 +265,10 @@ FAULTS = [
         "sampler-in-any-session",
         "actors.serve.server:Server.create_sampler",
         """
-        session = text_in(asked, "session_id")
+        session = read_text(asked, "session_id")
         self.require_session(owner, session)
         """,
-        'session = text_in(asked, "session_id")',
+        'session = read_text(asked, "session_id")',
         ("test_a_key_never_sees_what_another_has",),
         "a key would take the names of samplers in another's session",
     ),

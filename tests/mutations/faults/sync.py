@@ -275,8 +275,8 @@ FAULTS = [
     Fault(
         "rewards-of-other-samples",
         "actors.collect.prompts:PromptSource.scored_groups",
-        "yield _Group(batch.prompts[rows], batch.samples[rows], scores[rows])",
-        "yield _Group(batch.prompts[rows], batch.samples[rows], scores[:size])",
+        "yield ScoredGroup(batch.prompts[rows], batch.samples[rows], scores[rows])",
+        "yield ScoredGroup(batch.prompts[rows], batch.samples[rows], scores[:size])",
         ("test_a_batch_is_scored_and_keeps_its_order",),
         "all groups would have the first one's rewards",
     ),

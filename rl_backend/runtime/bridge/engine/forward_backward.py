@@ -8,8 +8,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+from megatron.core.pipeline_parallel.schedules import get_schedule_table
 from megatron.core.utils import get_model_config, unwrap_model
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from rl_backend.contracts import ForwardResult
 from rl_backend.primitive.attention import Segments
@@ -19,7 +22,6 @@ from rl_backend.runtime.bridge.model.conversion import hf_names
 from rl_backend.runtime.bridge.model.output_heads import as_model_output
 from rl_backend.runtime.bridge.passes.batch import LaidOut, lay_out_packed, lay_out_padded
 from rl_backend.runtime.bridge.passes.routers import PassRoutes, counted
-from rl_backend.runtime.bridge.passes.transfers import KnownShapes
 from rl_backend.runtime.passes import PassRequest, PassResults
 from rl_backend.runtime.recording import gather_outputs_of_stages, gather_rows, record_outputs
 from rl_backend.trace.device import device_span
@@ -27,6 +29,9 @@ from rl_backend.trace.device import device_span
 # (micro-batch, number of the chunk, its tokens) -> a context around the forward pass of that chunk
 type Observe = Callable[[int, int, LaidOut], AbstractContextManager[None]]
 type ComputeLoss = Callable[[Tensor], tuple[Tensor, dict[str, Any]]]
+type Shape = Sequence[int]
+
+_NOTHING: Shape = (0, 0, 0)
 
 
 def run_micro_batches(
@@ -59,6 +64,31 @@ def run_micro_batches(
         )
     loads.commit()
     return results.result(routes.outputs(data))
+
+
+class KnownShapes(P2PCommunicator):
+    """Megatron's transfers of one pass, without those of shapes: after each the host would wait for all work of the device.
+
+    Args:
+        shapes: of the hidden states of each micro-batch.
+        num_chunks: model chunks of a rank.
+    """
+
+    def __init__(self, group: ProcessGroup, config: Any, shapes: Sequence[Shape], num_chunks: int) -> None:
+        super().__init__(group, config)
+        # Micro-batches in the order in which Megatron runs them through chunks, forward and, the chunks the other way round,
+        # backward.
+        table = get_schedule_table(len(shapes), num_chunks, config.microbatch_group_size_per_vp_stage)
+        self._activations = _received(table, shapes, begins=group.rank() == 0)
+        self._gradients = _received(table, shapes, begins=group.rank() == group.size() - 1)
+
+    def _communicate_shapes(self, _next: Any, _previous: Any, recv_prev: bool, recv_next: bool) -> tuple[Shape, Shape]:
+        return next(self._activations) if recv_prev else _NOTHING, next(self._gradients) if recv_next else _NOTHING
+
+
+def _received(table: Sequence[tuple[int, int]], shapes: Sequence[Shape], *, begins: bool) -> Iterator[Shape]:
+    """Of what a rank receives; one that ``begins`` receives nothing for its first chunk."""
+    return iter([shapes[micro_batch] for micro_batch, chunk in table if chunk or not begins])
 
 
 def _transfers(handle: BridgeHandle, laid_out: Sequence[LaidOut]) -> KnownShapes:

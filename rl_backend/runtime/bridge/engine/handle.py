@@ -24,11 +24,10 @@ from rl_backend.contracts.atoms import Part
 from rl_backend.model import model_kept_prefixes, model_positions
 from rl_backend.runtime.balance import PassLoads
 from rl_backend.runtime.bridge.config import BridgeConfig
-from rl_backend.runtime.bridge.engine.optimizer import BridgeOptimizer
+from rl_backend.runtime.bridge.engine.optimizer import BridgeOptimizer, mark_sinks
 from rl_backend.runtime.bridge.megatron.deltanet import has_deltanet, keep_decay_in_float32
 from rl_backend.runtime.bridge.megatron.groups import BridgeGroups
 from rl_backend.runtime.bridge.megatron.local_layers import NormOfAllHeads
-from rl_backend.runtime.bridge.megatron.sinks import mark_sinks
 from rl_backend.runtime.bridge.model.adapters import ChunkAdapters, attach_adapters
 from rl_backend.runtime.bridge.model.conversion import WeightConverter
 from rl_backend.runtime.bridge.model.loading import load_model, open_bridge, set_mappings

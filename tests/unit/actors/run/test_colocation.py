@@ -14,7 +14,7 @@ import ray
 from actors import RLRun, Session
 from actors.cluster.session import RunStopped
 from actors.run import StopRequest
-from actors.run.colocation import Colocation
+from actors.run.parts import Colocation
 from actors.train.model import GroupModel
 from rl_backend.contracts import ConfigError, RLBackendError
 from tests.support import sampled_runs

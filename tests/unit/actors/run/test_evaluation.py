@@ -52,11 +52,13 @@ def without_ray(monkeypatch: pytest.MonkeyPatch) -> None:
             OPENED.append("engines closed")
 
     monkeypatch.setattr(ray, "cluster_resources", dict)
-    for module in (evaluation_module,):
-        monkeypatch.setattr(module, "ray_session", ray_session)
-        monkeypatch.setattr(module, "share_cluster", lambda ranks, engines: ClusterShare(1, 3, 0) if not ranks else None)
-        monkeypatch.setattr(module, "RolloutGroup", Rollout)
-        monkeypatch.setattr(module, "require_engines", lambda engines: OPENED.append(("require", engines)))
+    monkeypatch.setattr("actors.run.session.RolloutGroup", Rollout)
+    for name, made in (
+        ("ray_session", ray_session),
+        ("share_cluster", lambda ranks, engines: ClusterShare(1, 3, 0) if not ranks else None),
+        ("require_engines", lambda engines: OPENED.append(("require", engines))),
+    ):
+        monkeypatch.setattr(evaluation_module, name, made)
 
 
 @pytest.fixture

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from actors.serve.store import Result
-from actors.serve.training import Call, Pass, Step, Training
+from actors.serve.training import Call, Job, Pass, Step, Training
 from actors.serve.wire import Datum, PassRequest, read_answer, write_request
 from actors.train import recovery
 from tests.support.actors_in_process import until
@@ -51,18 +51,18 @@ class Clients:
         self._numbers[name] = 1
         assert b"made" in self.wait(f"{name}/0").body
 
-    def ask(self, name: str, make: Callable[[str], Any]) -> str:
+    def ask(self, name: str, job: Job) -> str:
         number = self._numbers[name]
         self._numbers[name] += 1
-        self.training.submit(name, number, make(f"{name}/{number}"))
+        self.training.submit(name, number, f"{name}/{number}", job)
         return f"{name}/{number}"
 
     def passes(self, name: str, data: Sequence[Datum], loss: str = "cross_entropy", *, only: bool = False) -> str:
         body = write_request(PassRequest(name, 1, data, loss, {}, only))
-        return self.ask(name, lambda request: Pass(request, body))
+        return self.ask(name, Pass(body))
 
     def step(self, name: str) -> str:
-        return self.ask(name, lambda request: Step(request, {"adam_params": {"learning_rate": 1e-2}}))
+        return self.ask(name, Step({"adam_params": {"learning_rate": 1e-2}}))
 
     def wait(self, request: str) -> Result:
         until(lambda: request in self.answers)
@@ -72,7 +72,7 @@ class Clients:
     def held(self) -> Iterator[None]:
         """What is asked for meanwhile waits together."""
         gate = threading.Event()
-        waits = self.ask("gate", lambda request: Call(request, lambda run: {"waited": gate.wait(30)}))
+        waits = self.ask("gate", Call(lambda run: {"waited": gate.wait(30)}))
         until(lambda: self.training._runs["gate"].head is not None)
         yield
         gate.set()
@@ -149,7 +149,7 @@ def test_a_step_leaves_no_gradients(model: Path) -> None:
         answers = set()
         for _ in range(2):
             found.passes("ann", [datum()])
-            step = found.ask("ann", lambda request: Step(request, {"adam_params": {"learning_rate": 0.0}}))
+            step = found.ask("ann", Step({"adam_params": {"learning_rate": 0.0}}))
             answers.add(found.wait(step).body)
         assert len(answers) == 1 and b"grad_norm" in answers.pop()
 
@@ -245,7 +245,7 @@ def test_values_of_a_step_that_cannot_be_read_fail_that_step_alone(asked: Mappin
         for name in ("ann", "bob"):
             found.run(name, 2)
         found.wait(found.passes("bob", [datum()]))
-        assert b"error" in found.wait(found.ask("ann", lambda request: Step(request, asked))).body
+        assert b"error" in found.wait(found.ask("ann", Step(asked))).body
         assert b"grad_norm" in found.wait(found.step("bob")).body and not found.training.failed
 
 

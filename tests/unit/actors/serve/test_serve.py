@@ -131,8 +131,8 @@ def test_clients_that_wait_share_a_pass_and_a_failure_is_its_own(client: Any, mo
         ([datum(targets, logprobs=[0.0] * 7, advantages=[1.0] * 7)] * 2, "ppo"),
     ]
     alone = [run.forward(*each).result().metrics["loss:sum"] for run, each in zip(runs, sent, strict=False)]
-    hold = Call("", lambda run: {"waited": gate.wait(30)})
-    running.training.submit(infos[2], 1, hold)
+    hold = Call(lambda run: {"waited": gate.wait(30)})
+    running.training.submit(infos[2], 1, "", hold)
     before = len(running.group.passes)
     futures = [run.forward_backward(*each) for run, each in zip(runs, sent, strict=False)]
     until(lambda: all(running.training.waiting[info] for info in infos[:2]))
@@ -348,6 +348,7 @@ def test_what_is_wrong_with_a_request_for_samples_is_named(running: SimpleNamesp
         ({"sampling_params": {"temperature": "hot"}}, "temperature='hot': expected a number"),
         ({"sampling_params": {"top_k": -7}}, "top_k=-7: expected a whole number from -1"),
         ({"sampling_params": {"seed": 1.5}}, "seed=1.5: expected a whole number"),
+        ({"sampling_params": {"seed": 1 << 63}}, "seed=9223372036854775808: expected a whole number"),
         ({"sampling_params": {"max_tokens": 0}}, "max_tokens=0: expected a whole number from 1"),
         ({"prompt": {"chunks": [{"tokens": ["a"]}]}}, "a token that is no whole number"),
         ({"prompt": {"chunks": [{}]}}, "a token that is no whole number"),

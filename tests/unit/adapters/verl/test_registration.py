@@ -69,10 +69,10 @@ def test_engines_are_registered_when_verls_registry_is_imported_and_not_before(
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setattr(registration, "_REGISTRY_MODULE", "late_registry")
     for name in ("_register_vendors", "_register_config_class"):
-        monkeypatch.setattr(registration, name, lambda module, choose, name=name: module.known.append(name))
+        monkeypatch.setattr(registration, name, lambda module, name=name: module.known.append(name))
     before = list(sys.meta_path)
-    register_vendors(choose_engine)
-    register_config_class(choose_engine)
+    register_vendors()
+    register_config_class()
     # Looking for it is not importing it.
     assert importlib.util.find_spec("late_registry") is not None
     assert "late_registry" not in sys.modules
@@ -80,13 +80,13 @@ def test_engines_are_registered_when_verls_registry_is_imported_and_not_before(
     assert sorted(module.known) == ["_register_config_class", "_register_vendors", "of verl"]
     assert sys.meta_path == before
     assert inspect.getsource(module).strip() == "known = ['of verl']"
-    register_vendors(choose_engine)
+    register_vendors()
     assert len(module.known) == 4
     del sys.modules["late_registry"]
 
 
 def test_verls_own_configuration_still_gets_verls_engine(monkeypatch: pytest.MonkeyPatch, registry: Any) -> None:
-    register_config_class(choose_engine)
+    register_config_class()
     found = registry.get_engine_cls("language_model", "megatron")
     monkeypatch.setattr("verl.utils.device.get_device_name", lambda: "cpu")
     with pytest.raises(
@@ -105,7 +105,7 @@ def test_verls_own_configuration_still_gets_verls_engine(monkeypatch: pytest.Mon
 def test_the_vendor_gives_verls_own_configuration_to_our_engine(
     vendor: str, monkeypatch: pytest.MonkeyPatch, registry: Any
 ) -> None:
-    register_vendors(choose_engine)
+    register_vendors()
     monkeypatch.setenv(VENDOR, vendor)
     assert registry.get_engine_cls("language_model", "megatron").rl_backend_chooses
     given = stock(tensor_model_parallel_size=2, override_ddp_config={"bucket_size": 1})
@@ -121,10 +121,10 @@ def test_an_engine_of_somebody_else_in_our_place_is_named(monkeypatch: pytest.Mo
     monkeypatch.setenv(VENDOR, "somebody")
     registry.register("value_model", "megatron", device=get_device_name(), vendor="somebody")(BaseEngine)
     with pytest.raises(RegistryError, match=r"verl\.workers\.engine\.base\.BaseEngine for value_model, megatron.*somebody"):
-        register_config_class(choose_engine)
+        register_config_class()
 
 
 def test_a_device_without_a_runtime_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VERL_ENGINE_DEVICE", "npu")
     with pytest.raises(UnsupportedError, match="device 'npu': the runtimes are for cpu and cuda"):
-        register_config_class(choose_engine)
+        register_config_class()

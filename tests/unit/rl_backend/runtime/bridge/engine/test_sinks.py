@@ -11,7 +11,7 @@ from megatron.core.tensor_parallel.layers import (
 )
 from torch import nn
 
-from rl_backend.runtime.bridge.megatron.sinks import mark_sinks
+from rl_backend.runtime.bridge.engine.optimizer import mark_sinks
 
 
 class Attention(nn.Module):

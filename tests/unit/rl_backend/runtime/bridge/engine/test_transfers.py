@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from rl_backend.runtime.bridge.passes.transfers import KnownShapes
+from rl_backend.runtime.bridge.engine.forward_backward import KnownShapes
 
 SHAPES = [(length, 1, 8) for length in (10, 20, 30, 40)]
 
