@@ -13,8 +13,7 @@ from torch import Tensor, nn
 
 from rl_backend.contracts import ConfigError, ModelOptions, NativeConfig, ParallelConfig, WeightName
 from rl_backend.parallel.groups import ParallelGroups
-from rl_backend.primitive.attention import Attend, Segments
-from rl_backend.primitive.attention_operator import compiled_attention, has_operator
+from rl_backend.primitive.attention import Segments, has_operator
 from rl_backend.primitive.norm import NormSpec
 from rl_backend.primitive.rope import Rotary
 from rl_backend.primitive.router import RouterSettings, RowSequences
@@ -59,13 +58,11 @@ type Mixed = Tensor | tuple[Tensor, Tensor | None]
 """What a mixer gives; of one that is told a :class:`KeyChoice`, beside it what it attended to."""
 
 
-def operator_for(groups: ParallelGroups, config: NativeConfig, window: int | None, *, sinks: bool = False) -> Attend | None:
-    """Attention that compiled code can hold; None where there is none."""
+def attention_compiles(groups: ParallelGroups, config: NativeConfig, window: int | None, *, sinks: bool = False) -> bool:
+    """Whether compiled code can hold :func:`~rl_backend.primitive.attention.packed_attention` in this layout."""
     # A rank that has a part of each sequence gathers keys.
-    if groups.cp_group.size() > 1:
-        return None
-    has_one = has_operator(groups.device, getattr(torch, config.param_dtype), window, sinks=sinks)
-    return compiled_attention if has_one else None
+    one_rank = groups.cp_group.size() == 1
+    return one_rank and has_operator(groups.device, getattr(torch, config.param_dtype), window, sinks=sinks)
 
 
 class CacheBytes(NamedTuple):
@@ -89,8 +86,8 @@ class Mixer(nn.Module, ABC):
     def choose_kernels(self, groups: ParallelGroups, config: NativeConfig) -> None:
         """Takes the kernels of the family's options; raises :class:`ConfigError` for one that cannot run here."""
 
-    def use_operators(self, groups: ParallelGroups, config: NativeConfig) -> bool:
-        """Makes the module one that compiled code can hold, where it can be; whether it is one then."""
+    def compiles(self, groups: ParallelGroups, config: NativeConfig) -> bool:
+        """Whether compiled code can hold it."""
         return False
 
 

@@ -54,8 +54,8 @@ def _run(
         return part(layer, x, *others)
     hidden = [other.hidden() if isinstance(other, Segments) else other for other in others]
     for tensor in _tensors((x, *hidden)):
-        # Rows, and of ``Segments.edges`` the segments.
-        torch._dynamo.mark_dynamic(tensor, tensor.dim() - 1 if tensor.dtype == torch.int64 else 0)
+        # Rows, or segments.
+        torch._dynamo.mark_dynamic(tensor, 0)
     with local_parameters(modules):
         return function(layer, x, *hidden)
 

@@ -31,6 +31,7 @@ from rl_backend.parallel.tensor import TensorParallel
 from rl_backend.primitive.adapters import AdapterRun, adapters_at_work
 from rl_backend.primitive.attention import ATTENDS, Segments
 from rl_backend.primitive.backward import with_added_loss
+from rl_backend.primitive.float32 import wide_dtype
 from rl_backend.primitive.log_prob import NextToken, next_token_log_probs
 from rl_backend.primitive.norm import NormSpec
 from rl_backend.primitive.prefix_tree import take_rows
@@ -91,7 +92,7 @@ class DecoderLayer(nn.Module):
 
     def compile_parts(self, groups: ParallelGroups, config: NativeConfig) -> bool:
         """Compiles the layer, or the half of it that can be; whether there is one."""
-        mixes, feeds = self.mixer.use_operators(groups, config), self.mlp.compiles
+        mixes, feeds = self.mixer.compiles(groups, config), self.mlp.compiles
         if not (mixes or feeds):
             return False
         part = (DecoderLayer.dense if feeds else DecoderLayer.mix) if mixes else DecoderLayer.feed
@@ -310,7 +311,7 @@ class Decoder(nn.Module):
         if self.score is not None:
             values: Tensor = self.score(hidden)
         elif "values" in inputs.heads:
-            dtype = torch.promote_types(hidden.dtype, torch.float32)
+            dtype = wide_dtype(hidden.dtype)
             values = hidden.new_zeros(inputs.input_ids.shape[0], dtype=dtype)
         else:
             return None

@@ -2,7 +2,7 @@
 
 import inspect
 from collections.abc import Callable, Sequence
-from functools import cache, lru_cache
+from functools import cache
 from itertools import accumulate, groupby
 from typing import Any, NamedTuple, Self
 
@@ -34,7 +34,6 @@ class Segments(NamedTuple):
     cu_keys: Tensor  # the same of the keys
     key_index: Tensor | None = None  # int64, the segments' rows among the keys of all ranks; None for rows of queries
     tree: PrefixTree | None = None  # whose runs the segments are; key_index is then of this rank's own rows
-    edges: Tensor | None = None  # (2 or 3, S + 1) int64 on the CPU, in place of lengths and tree; see :meth:`hidden`
 
     @classmethod
     def of_sequences(cls, cu_seqlens: Tensor, seq_lens: Sequence[int]) -> Self:
@@ -52,19 +51,23 @@ class Segments(NamedTuple):
 
     def hidden(self) -> Self:
         """For compiled code, of which every other number that it reads makes another: of the lengths it has the longest, and
-        only where a kernel is launched with it.
+        only where a kernel is launched with it; of a tree it has that there is one.
         """
         longest = [(max(lens),) if self.cu_queries.is_cuda else () for lens in (self.query_lens, self.key_lens)]
-        edges = _edges(self.query_lens, self.key_lens, None if self.tree is None else self.tree.parents)
-        return self._replace(query_lens=longest[0], key_lens=longest[1], tree=None, edges=edges)
+        tree = None if self.tree is None else PrefixTree((), (), ())
+        return self._replace(query_lens=longest[0], key_lens=longest[1], tree=tree)
 
-
-# The layers of a model ask for the same in turn.
-@lru_cache(maxsize=8)
-def _edges(query_lens: tuple[int, ...], key_lens: tuple[int, ...], parents: tuple[int, ...] | None) -> Tensor:
-    """Where segments start in queries and in keys; of a tree the run that each continues too."""
-    edges = [(0, *accumulate(query_lens)), (0, *accumulate(key_lens))]
-    return torch.tensor(edges if parents is None else [*edges, (0, *parents)])
+    def some(self, indices: Sequence[int]) -> Self:
+        """Of the segments with these numbers, each with its own keys."""
+        # Made on the device, so that nothing waits for it.
+        starts: list[Tensor] = []
+        for boundaries in (self.cu_queries, self.cu_keys):
+            lengths = boundaries.diff()
+            chosen = torch.cat([lengths[index : index + 1] for index in indices])
+            starts.append(F.pad(chosen.cumsum(0, dtype=boundaries.dtype), (1, 0)))
+        query_lens, key_lens = (tuple(each[index] for index in indices) for each in (self.query_lens, self.key_lens))
+        queries, keys = starts
+        return type(self)(query_lens, key_lens, queries, keys)
 
 
 def packed_attention(
@@ -90,11 +93,10 @@ def packed_attention(
     Returns:
         (N, heads, value_dim)
     """
-    if segments.tree is not None:
-        if query.is_cpu and (window is None or window >= max(segments.key_lens)):
-            return cpu_attention(query, key, value, *(segments.query_lens,) * 2, sinks, segments.tree)
-        assert segments.key_index is not None, "Segments.of_tree makes one"
-        key, value = (take_rows(x, segments.key_index) for x in (key, value))
+    if query.is_cpu and (window is None or window >= max(segments.key_lens)):
+        has_tree = segments.tree is not None
+        return cpu_attention(query, key, value, segments.cu_queries, segments.cu_keys, sinks, tree=has_tree)
+    key, value, segments = _with_own_keys(key, value, segments)
     if query.is_meta:
         longest, seen = min(max(segments.query_lens), _WINDOWED_BLOCK), max(segments.key_lens)
         seen = seen if window is None else min(seen, window + _WINDOWED_BLOCK)
@@ -102,54 +104,68 @@ def packed_attention(
         pairs = query.shape[1] * sum(_pairs(keys, window) - _pairs(keys - own, window) for own, keys in lengths)
         on_meta: Tensor = _MetaAttention.apply(query, key, value, sinks, longest * (seen + 1), pairs)
         return on_meta
-    if window is not None and window >= max(segments.key_lens):
-        window = None
     if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16) and sinks is None:
         return varlen_attention(query, key, value, segments, window)
     if window is None:
-        return _whole(query, key, value, segments.query_lens, segments.key_lens, sinks)
-    return _windowed_and_whole(query, key, value, segments.query_lens, segments.key_lens, window, sinks)
+        lens = segments.query_lens, segments.key_lens
+        if sinks is None:
+            return _by_runs(query, key, value, *lens)
+        return windowed_attention(query, key, value, *lens, max(segments.key_lens), sinks)
+
+    def attend(fits: bool, part: Segments, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        if fits:
+            return packed_attention(q, k, v, part, None, sinks)
+        return windowed_attention(q, k, v, part.query_lens, part.key_lens, window, sinks)
+
+    # Only segments with more keys than the window pay for it.
+    return attend_apart(attend, [keys <= window for keys in segments.key_lens], segments, query, key, value)
 
 
-def _whole(
+def has_operator(device: torch.device, dtype: torch.dtype, window: int | None, *, sinks: bool) -> bool:
+    """Whether compiled code can hold :func:`packed_attention` of :meth:`hidden <Segments.hidden>` segments: where it is one
+    kernel, whatever their lengths.
+    """
+    if device.type == "cuda":
+        return dtype in (torch.bfloat16, torch.float16) and not sinks
+    return window is None
+
+
+def _with_own_keys(key: Tensor, value: Tensor, segments: Segments) -> tuple[Tensor, Tensor, Segments]:
+    """Of a tree, the keys of every path end to end."""
+    if segments.tree is None:
+        return key, value, segments
+    assert segments.key_index is not None, "Segments.of_tree makes one"
+    key, value = (take_rows(x, segments.key_index) for x in (key, value))
+    return key, value, segments._replace(key_index=None, tree=None)
+
+
+def attend_apart(
+    attend: Callable[..., Tensor],
+    marks: Sequence[bool],
+    segments: Segments,
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    query_lens: Sequence[int],
-    key_lens: Sequence[int],
-    sinks: Tensor | None = None,
+    *of_queries: Tensor,
 ) -> Tensor:
-    if query.is_cpu:
-        return cpu_attention(query, key, value, query_lens, key_lens, sinks)
-    if sinks is not None:
-        return windowed_attention(query, key, value, query_lens, key_lens, max(key_lens), sinks)
-    return _by_runs(query, key, value, query_lens, key_lens)
+    """What ``attend(mark, segments, query, key, value, *of_queries)`` gives for all segments of a mark together, (N, heads,
+    value_dim) in the order of all.
 
-
-def _windowed_and_whole(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    query_lens: Sequence[int],
-    key_lens: Sequence[int],
-    window: int,
-    sinks: Tensor | None = None,
-) -> Tensor:
-    # Only segments with more keys than the window pay for it; the others are attended together.
-    queries = query.split(list(query_lens))
-    keys, values = (x.split(list(key_lens)) for x in (key, value))
-    attended: list[Tensor] = [query] * len(query_lens)
-    for windowed in (False, True):
-        chosen = [index for index, length in enumerate(key_lens) if (length > window) is windowed]
-        if not chosen:
-            continue
-        q, k, v = (torch.cat([rows[index] for index in chosen]) for rows in (queries, keys, values))
-        q_lens, k_lens = ([lengths[index] for index in chosen] for lengths in (query_lens, key_lens))
-        if windowed:
-            rows = windowed_attention(q, k, v, q_lens, k_lens, window, sinks)
-        else:
-            rows = _whole(q, k, v, q_lens, k_lens, sinks)
-        for index, row in zip(chosen, rows.split(q_lens), strict=True):
+    Args:
+        marks: of each segment; where a mark depends on its segment alone, so do the bits of what that attends to.
+        of_queries: (N, ...).
+    """
+    if len(set(marks)) == 1:
+        return attend(marks[0], segments, query, key, value, *of_queries)
+    key, value, segments = _with_own_keys(key, value, segments)
+    query_lens, key_lens = list(segments.query_lens), list(segments.key_lens)
+    rows = [query.split(query_lens), key.split(key_lens), value.split(key_lens), *(x.split(query_lens) for x in of_queries)]
+    attended: list[Tensor] = [query] * len(marks)
+    for mark in (True, False):
+        indices = [index for index, each in enumerate(marks) if each is mark]
+        part = segments.some(indices)
+        found = attend(mark, part, *(torch.cat([each[index] for index in indices]) for each in rows))
+        for index, row in zip(indices, found.split(part.query_lens), strict=True):
             attended[index] = row
     return torch.cat(attended)
 
@@ -311,7 +327,7 @@ _OPERATORS.impl("attend_on_meta", _attend_on_meta, "Meta")
 
 
 ATTENDS = (
-    "rl_backend.attend_on_cpu.default",
+    "rl_backend.cpu_attention.default",
     "rl_backend.attend_on_meta.default",
     "torch_attn._varlen_attn.default",
     "aten._scaled_dot_product_flash_attention.default",

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from rl_backend.primitive.float32 import widened
 from rl_backend.primitive.prefix_tree import take_rows
 
 
@@ -110,7 +111,7 @@ class _Convolution(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, taps: Tensor) -> Tensor:
         ctx.save_for_backward(rows, taps)
-        wide, by_tap = _wide(rows), _wide(taps).t().contiguous()
+        wide, by_tap = widened(rows), widened(taps).t().contiguous()
         outputs = len(rows) - len(by_tap) + 1
         convolved = wide[:outputs] * by_tap[0]
         for tap in range(1, len(by_tap)):
@@ -122,7 +123,7 @@ class _Convolution(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
         rows, taps = ctx.saved_tensors
         needs_rows, needs_taps = ctx.needs_input_grad
-        wide, by_tap, wide_grad = _wide(rows), _wide(taps).t().contiguous(), _wide(grad)
+        wide, by_tap, wide_grad = widened(rows), widened(taps).t().contiguous(), widened(grad)
         grad_rows, grad_taps = torch.zeros_like(wide), torch.empty_like(by_tap)
         for tap in range(len(by_tap)):
             if needs_rows:
@@ -131,7 +132,3 @@ class _Convolution(torch.autograd.Function):
                 torch.sum(wide[tap : tap + len(grad)] * wide_grad, 0, out=grad_taps[tap])
         of_rows = grad_rows.to(rows.dtype) if needs_rows else None
         return of_rows, grad_taps.t().contiguous().to(taps.dtype) if needs_taps else None
-
-
-def _wide(x: Tensor) -> Tensor:
-    return x.to(torch.promote_types(x.dtype, torch.float32))

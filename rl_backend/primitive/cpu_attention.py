@@ -1,7 +1,10 @@
-"""Causal attention over packed sequences on a CPU, by the flash kernel that torch has for it."""
+"""Causal attention over packed sequences on a CPU, by the flash kernel that torch has for it.
 
-from collections.abc import Iterator, Sequence
-from itertools import groupby
+Forward and backward are one operation of torch each, for compiled code and for what watches operations.
+"""
+
+from functools import lru_cache
+from itertools import groupby, pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -9,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from rl_backend.primitive.prefix_tree import PrefixTree
+from rl_backend.primitive.float32 import wide_dtype
 
 _kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _backward_kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
@@ -19,10 +22,11 @@ def cpu_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    query_lens: Sequence[int],
-    key_lens: Sequence[int],
+    cu_queries: Tensor,
+    cu_keys: Tensor,
     sinks: Tensor | None = None,
-    tree: PrefixTree | None = None,
+    *,
+    tree: bool = False,
 ) -> Tensor:
     """Packed causal attention; arguments as in :func:`~rl_backend.primitive.attention.packed_attention`.
 
@@ -31,10 +35,15 @@ def cpu_attention(
     to has the same bits alone, beside others and with any number of threads.
 
     Args:
-        tree: whose runs the segments are; keys are then those of its rows, and both lengths its runs'. The queries of all
-            that continue a run attend to its keys together.
+        cu_queries, cu_keys: (S + 1,) int32 or int64, where each segment starts in the queries and in the keys, and their
+            numbers.
+        tree: whether the segments are the runs of a :class:`~rl_backend.primitive.prefix_tree.PrefixTree`. Keys are then
+            those of its rows, while ``cu_keys`` adds up whole paths. The queries of all that continue a run attend to its
+            keys together.
     """
-    attended: Tensor = _CpuAttention.apply(query, key, value, tuple(query_lens), tuple(key_lens), sinks, tree)
+    # Compiled code gives a function no tensor twice.
+    others = None if cu_keys is cu_queries else cu_keys
+    attended: Tensor = _CpuAttention.apply(query, key, value, cu_queries, others, sinks, tree)
     return attended
 
 
@@ -45,42 +54,42 @@ class _CpuAttention(torch.autograd.Function):
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        query_lens: tuple[int, ...],
-        key_lens: tuple[int, ...],
+        cu_queries: Tensor,
+        cu_keys: Tensor | None,
         sinks: Tensor | None,
-        tree: PrefixTree | None,
+        tree: bool,
     ) -> Tensor:
-        parents = None if tree is None else tree.parents
-        out, log_sums = torch.ops.rl_backend.attend_on_cpu(query, key, value, query_lens, key_lens, sinks, parents)
-        ctx.save_for_backward(query, key, value, out, log_sums, sinks)
-        ctx.runs = query_lens, key_lens, tree
+        out, log_sums = torch.ops.rl_backend.cpu_attention(query, key, value, cu_queries, cu_keys, sinks, tree)
+        ctx.save_for_backward(query, key, value, out, log_sums, cu_queries, cu_keys, sinks)
+        ctx.tree = tree
         return out  # type: ignore[no-any-return]
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        grads = gradients_on_cpu(grad, *ctx.saved_tensors, *ctx.runs)
+        *others, sinks = ctx.saved_tensors
+        grads = torch.ops.rl_backend.cpu_attention_backward(grad, *others, sinks, ctx.tree)
         grad_query, grad_key, grad_value, grad_sinks = grads
-        return grad_query, grad_key, grad_value, None, None, grad_sinks, None
+        return grad_query, grad_key, grad_value, None, None, None if sinks is None else grad_sinks, None
 
 
-def attend_on_cpu(
+def _attend(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    query_lens: Sequence[int],
-    key_lens: Sequence[int],
+    cu_queries: Tensor,
+    cu_keys: Tensor | None,
     sinks: Tensor | None,
-    tree: PrefixTree | None = None,
+    tree: bool,
 ) -> tuple[Tensor, Tensor]:
     """What is attended to, and what the backward pass needs of it: (N, heads), the logarithms of the sums, in float32 or
     float64.
     """
     q, k, v = _for_kernel(query, key, value)
     # Of each query more than one result is added up.
-    out = q.new_empty(q.shape, dtype=sum_dtype(q.dtype))
-    log_sums = q.new_empty(q.shape[:2], dtype=sum_dtype(q.dtype))
-    for part in parts_of(query_lens, key_lens, tree):
+    out = q.new_empty(q.shape, dtype=wide_dtype(q.dtype))
+    log_sums = q.new_empty(q.shape[:2], dtype=out.dtype)
+    for part in _parts_of(cu_queries, cu_keys, tree):
         keys, values = part.of_heads(k, query.shape[1]), part.of_heads(v, query.shape[1])
         attended, sums = _kernel(part.queries(q), keys, values, is_causal=not part.earlier, scale=query.shape[-1] ** -0.5)
         if part.earlier:
@@ -105,24 +114,23 @@ def _merge(rows: Tensor, sums: Tensor, other: Tensor, attended: Tensor | None = 
     sums.copy_(both)
 
 
-def gradients_on_cpu(
+def _gradients(
     grad: Tensor,
     query: Tensor,
     key: Tensor,
     value: Tensor,
     out: Tensor,
     log_sums: Tensor,
+    cu_queries: Tensor,
+    cu_keys: Tensor | None,
     sinks: Tensor | None,
-    query_lens: Sequence[int],
-    key_lens: Sequence[int],
-    tree: PrefixTree | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Of what :func:`attend_on_cpu` took: queries, keys, values and sinks."""
+    tree: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Of queries, keys, values and sinks; (0,) without sinks."""
     q, k, v = _for_kernel(query, key, value)
     grad_rows, out_rows = (_padded(x, q.shape[-1]).contiguous() for x in (grad, out))
-    grad_q = q.new_empty(q.shape, dtype=log_sums.dtype)
-    grad_k, grad_v = (q.new_empty(*key.shape[:2], q.shape[-1], dtype=log_sums.dtype) for _ in range(2))
-    for part in parts_of(query_lens, key_lens, tree):
+    grad_q, grad_k, grad_v = wide = _unfilled_gradients(query, key, value)
+    for part in _parts_of(cu_queries, cu_keys, tree):
         # By the sums of all that the queries see, each part of which has its share of the gradient (Dao et al., 2022).
         of_queries, *of_keys = _backward_kernel(
             part.queries(grad_rows),
@@ -140,25 +148,29 @@ def gradients_on_cpu(
         for whole, of_part in zip((grad_k, grad_v), of_keys, strict=True):
             # Heads that share keys are neighbours.
             of_group, own = of_part.unflatten(1, (key.shape[1], -1)), part.keys(whole)
-            if part.earlier and tree is not None:
+            if part.earlier and tree:
                 own.add_(of_group.sum(2))
             else:
                 # Nothing else has these keys, or comes before.
                 torch.sum(of_group, 2, dtype=whole.dtype, out=own)
-    grad_sinks = None
+    grad_sinks = grad.new_empty(0)
     if sinks is not None:
         # As of a score whose value is 0.
         weights = (sinks.to(log_sums.dtype) - log_sums).exp_()
         grad_sinks = weights.mul_((grad.to(log_sums.dtype) * out).sum(-1)).sum(0).neg_().to(sinks.dtype)
-    grad_query, grad_key, grad_value = (
-        x[..., : like.shape[-1]].to(like.dtype) for x, like in ((grad_q, query), (grad_k, key), (grad_v, value))
-    )
-    return grad_query, grad_key, grad_value, grad_sinks
+    return *_narrowed(wide, query, key, value), grad_sinks
 
 
-def sum_dtype(dtype: torch.dtype) -> torch.dtype:
-    """In which results of these are added up."""
-    return torch.promote_types(dtype, torch.float32)
+def _unfilled_gradients(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """In which gradients of all parts are added up, of the kernel's width."""
+    width, dtype = max(query.shape[-1], value.shape[-1]), wide_dtype(query.dtype)
+    of_query, of_key, of_value = (x.new_empty(*x.shape[:2], width, dtype=dtype) for x in (query, key, value))
+    return of_query, of_key, of_value
+
+
+def _narrowed(gradients: tuple[Tensor, Tensor, Tensor], *inputs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    of_query, of_key, of_value = (x[..., : like.shape[-1]].to(like.dtype) for x, like in zip(gradients, inputs, strict=True))
+    return of_query, of_key, of_value
 
 
 def _for_kernel(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -203,44 +215,59 @@ class _Part(NamedTuple):
         return keys if keys.shape[1] == heads else keys.repeat_interleave(heads // keys.shape[1], dim=1)
 
 
-def parts_of(query_lens: Sequence[int], key_lens: Sequence[int], tree: PrefixTree | None) -> Iterator[_Part]:
+def _parts_of(cu_queries: Tensor, cu_keys: Tensor | None, tree: bool) -> tuple[_Part, ...]:
+    query_edges = tuple(cu_queries.tolist())
+    return _parts(query_edges, query_edges if cu_keys is None else tuple(cu_keys.tolist()), tree)
+
+
+# The layers of a model ask for the same in turn, forward and backward.
+@lru_cache(maxsize=8)
+def _parts(cu_queries: tuple[int, ...], cu_keys: tuple[int, ...], tree: bool) -> tuple[_Part, ...]:
     """The parts that attention is computed in: of each query its own keys first."""
+    parts: list[_Part] = []
+    query_lens, key_lens = ([stop - start for start, stop in pairwise(each)] for each in (cu_queries, cu_keys))
     first_query = first_key = 0
-    for (queries, keys), run in groupby(zip(query_lens, key_lens, strict=True)):
+    for (queries, keys), run in groupby(zip(query_lens, query_lens if tree else key_lens, strict=True)):
         at, count = (first_query, first_key, queries, keys), len(list(run))
         if queries:
-            yield _Part(*at, count, earlier=False)
+            parts.append(_Part(*at, count, earlier=False))
             if keys > queries:
-                yield _Part(*at, count, earlier=True)
+                parts.append(_Part(*at, count, earlier=True))
         first_query += count * queries
         first_key += count * keys
-    if tree is None:
-        return
-    for start, length, after in zip(tree.starts, tree.lengths, tree.rows_after, strict=True):
-        if after:
-            # Rows that continue a run are next to it, and see all of it.
-            yield _Part(start + length, start, after, length + after, 1, earlier=True)
+    if not tree:
+        return tuple(parts)
+    keys_before = [keys - queries for queries, keys in zip(query_lens, key_lens, strict=True)]
+    for number, keys in enumerate(key_lens):
+        # Runs that continue this one come next, depth first, and have all keys of its path before their own.
+        stop = next((other for other in range(number + 1, len(key_lens)) if keys_before[other] < keys), len(key_lens))
+        start, first, last = cu_queries[number], cu_queries[number + 1], cu_queries[stop]
+        if last > first:
+            parts.append(_Part(first, start, last - first, last - start, 1, earlier=True))
+    return tuple(parts)
 
 
-# One operation for what watches operations: activation checkpointing keeps what it gives.
+def _like_attended(query: Tensor, key: Tensor, value: Tensor, *_: Tensor | bool | None) -> tuple[Tensor, Tensor]:
+    log_sums = query.new_empty(query.shape[:2], dtype=wide_dtype(query.dtype))
+    return query.new_empty(*query.shape[:2], value.shape[-1]), log_sums
+
+
+def _like_gradients(
+    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *others: Any
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    *_, sinks, _ = others
+    of_sinks: Tensor = grad.new_empty(0) if sinks is None else torch.empty_like(sinks)
+    return *_narrowed(_unfilled_gradients(query, key, value), query, key, value), of_sinks
+
+
+_SEGMENTS = "Tensor cu_queries, Tensor? cu_keys, Tensor? sinks, bool tree"
 _OPERATORS = torch.library.Library("rl_backend", "FRAGMENT")
+_OPERATORS.define(f"cpu_attention(Tensor query, Tensor key, Tensor value, {_SEGMENTS}) -> (Tensor, Tensor)")
+_OPERATORS.impl("cpu_attention", _attend, "CPU")
+_OPERATORS.impl("cpu_attention", _like_attended, "Meta")
 _OPERATORS.define(
-    "attend_on_cpu(Tensor query, Tensor key, Tensor value, int[] query_lens, int[] key_lens, Tensor? sinks,"
-    " int[]? parents) -> (Tensor, Tensor)"
+    "cpu_attention_backward(Tensor grad, Tensor query, Tensor key, Tensor value, Tensor out, Tensor log_sums,"
+    f" {_SEGMENTS}) -> (Tensor, Tensor, Tensor, Tensor)"
 )
-
-
-def _attend_on_cpu(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    query_lens: list[int],
-    key_lens: list[int],
-    sinks: Tensor | None,
-    parents: list[int] | None,
-) -> tuple[Tensor, Tensor]:
-    tree = None if parents is None else PrefixTree(tuple(query_lens), tuple(parents), ends=())
-    return attend_on_cpu(query, key, value, query_lens, key_lens, sinks, tree)
-
-
-_OPERATORS.impl("attend_on_cpu", _attend_on_cpu, "CPU")
+_OPERATORS.impl("cpu_attention_backward", _gradients, "CPU")
+_OPERATORS.impl("cpu_attention_backward", _like_gradients, "Meta")

@@ -1,10 +1,21 @@
-"""Parameters that are computed with in float32 in a model of another dtype."""
+"""What a model of another dtype computes in float32: sums, and some parameters."""
 
 from collections.abc import Sequence
 from typing import Protocol, runtime_checkable
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+
+
+def wide_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which numbers of ``dtype`` are added up: float32 or better."""
+    # ``torch.promote_types`` is an operation to the host.
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def widened(x: Tensor) -> Tensor:
+    """``x`` in its :func:`wide_dtype`."""
+    return x.to(wide_dtype(x.dtype))
 
 
 class KeptInFloat32(nn.Module):

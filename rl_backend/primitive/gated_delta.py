@@ -19,6 +19,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from rl_backend.primitive.float32 import widened
 from rl_backend.primitive.prefix_tree import take_rows
 
 CHUNK = 64
@@ -50,7 +51,7 @@ def gated_delta_rule(
 
 def l2_normalised(x: Tensor) -> Tensor:
     """``x / sqrt(sum(x ** 2) + 1e-6)`` over the last dimension, float32 or better; short vectors stay shorter than 1."""
-    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    wide = widened(x)
     return wide * torch.rsqrt(wide.square().sum(-1, keepdim=True) + 1e-6)
 
 
@@ -207,7 +208,7 @@ class ChunkedDeltaRule:
 
     def _chunked(self, x: Tensor, heads: int) -> Tensor:
         """(T, heads, features) -> (chunks, heads, CHUNK, features), 0 in places without a token, which change no state."""
-        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        wide = widened(x)
         places = wide.new_zeros(self.chunks.num_chunks * CHUNK, heads, x.shape[-1])
         chunks: Tensor = places.index_copy_(0, self.chunks.places, wide).unflatten(0, (-1, CHUNK))
         return chunks.transpose(1, 2).contiguous()

@@ -12,6 +12,7 @@ from torch.autograd.function import once_differentiable
 
 from rl_backend.contracts import BatchError, ModelOutput, SamplingCuts
 from rl_backend.primitive.adapters import ENOUGH_ROWS, HEAD, AdapterRun, Factors, Narrowed, parts_of_head
+from rl_backend.primitive.float32 import wide_dtype
 from rl_backend.primitive.prefix_tree import take_rows
 
 _TILE_ELEMENTS = {"cpu": 2**21, "cuda": 2**26}
@@ -93,10 +94,10 @@ class Tokens(NamedTuple):
             # The first again and again: products of fewer rows take another path.
             positions = torch.cat([positions, positions[:1].expand(ENOUGH_ROWS - len(positions))])
         if not isinstance(temperature, Tensor):
-            chosen = None if temperature == 1.0 else hidden.new_full((1, 1), temperature, dtype=wide(hidden.dtype))
+            chosen = None if temperature == 1.0 else hidden.new_full((1, 1), temperature, dtype=wide_dtype(hidden.dtype))
             temperatures = None if chosen is None else chosen.expand(positions.shape[0], 1)
         else:
-            temperatures = temperature.to(hidden.device, wide(hidden.dtype))[positions][:, None]
+            temperatures = temperature.to(hidden.device, wide_dtype(hidden.dtype))[positions][:, None]
         added = None if added is None else added._replace(narrow=added.narrow[positions])
         return cls(hidden[positions], labels[positions], temperatures, start, added, several), positions
 
@@ -175,7 +176,7 @@ def add_matmul(out: Tensor, a: Tensor, b: Tensor, *, beta: int) -> None:
 def buffers_for(tokens: Tokens, weight: Tensor, chunk_tokens: int, count: int) -> list[Tensor]:
     """Memory for the logits of a tile, ``count`` times; every tile uses it again."""
     size = _tile_elements(tokens.rows_of_tile(chunk_tokens), weight.shape[0], weight.device.type)
-    return [weight.new_empty(size, dtype=wide(weight.dtype)) for _ in range(count)]
+    return [weight.new_empty(size, dtype=wide_dtype(weight.dtype)) for _ in range(count)]
 
 
 def vocabulary_slices(tokens: Tokens, weight: Tensor, rows: int) -> list[slice]:
@@ -215,11 +216,6 @@ def _tile_words(rows: int, device_type: str) -> int:
 
 def _slices(total: int, size: int) -> list[slice]:
     return [slice(start, min(start + size, total)) for start in range(0, total, size)]
-
-
-def wide(dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which sums over the vocabulary are computed."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 class Kept(NamedTuple):
@@ -279,11 +275,11 @@ def gradients_of(
     wanted: Collection[str],
     kept: Kept | None = None,
 ) -> HeadGradients:
-    dtype = wide(weight.dtype)
+    dtype = wide_dtype(weight.dtype)
     grad_hidden = torch.zeros_like(tokens.hidden, dtype=dtype) if "hidden" in wanted else None
     grad_weight = torch.empty_like(weight) if "weight" in wanted else None
     bias = tokens.bias if "bias" in wanted else None
-    grad_bias = None if bias is None else torch.zeros_like(bias, dtype=wide(bias.dtype))
+    grad_bias = None if bias is None else torch.zeros_like(bias, dtype=wide_dtype(bias.dtype))
     grad_narrow = None if tokens.added is None else torch.zeros_like(tokens.added.narrow, dtype=dtype)
     chunks = tokens.chunks(chunk_tokens)
     if not chunks and grad_weight is not None:
@@ -400,7 +396,7 @@ def next_token_log_probs(
         hidden = take_rows(hidden, of_rows)
     found, tops, disagreements = [], list[TopTokens](), list[Tensor]()
     columns = labels if labels.dim() == 2 else labels[:, None]
-    kept_tokens = _kept_tokens(weight.shape[0] * wide(hidden.dtype).itemsize) if torch.is_grad_enabled() else 0
+    kept_tokens = _kept_tokens(weight.shape[0] * wide_dtype(hidden.dtype).itemsize) if torch.is_grad_enabled() else 0
     for rows, run in parts_of_head(adapters, hidden.shape[0]):
         factors = None if run is None else run.modules[HEAD]
         mine, several = hidden[rows], bool(adapters) and factors is None
@@ -458,7 +454,7 @@ def cut_of(
 
     def sums(tokens: Tokens) -> Tensor:
         found = [_sum_over_vocabulary(tokens, chunk, weight, work, buffers, None) for chunk in chunks]
-        return torch.cat(found) if found else tokens.hidden.new_empty(0, 4, dtype=wide(weight.dtype))
+        return torch.cat(found) if found else tokens.hidden.new_empty(0, 4, dtype=wide_dtype(weight.dtype))
 
     partial = sums(tokens)
     largest = partial[:, :1].clone()
@@ -621,7 +617,7 @@ class _NextTokenLogProbs(torch.autograd.Function):
         added, active = _added(narrow, factors), (labels != IGNORE_LABEL).any(1)
         tokens, positions = Tokens.select(hidden, labels, temperature, active, start, added, several=work.several)
         tokens = tokens._replace(bias=bias, cut=work.cut and work.cut.at(positions))
-        dtype, rows, kept = wide(hidden.dtype), None, None
+        dtype, rows, kept = wide_dtype(hidden.dtype), None, None
         if work.keep and any(ctx.needs_input_grad):
             kept = hidden.new_empty((len(positions), weight.shape[0]), dtype=dtype)
             rows = positions.new_zeros(hidden.shape[0])
@@ -695,7 +691,7 @@ def _sum_over_vocabulary(
     """(tokens, 3 + K): m, s, u and the logits of the labels, where m is the largest logit, s = sum exp(x - m) and u = sum
     exp(x - m) (x - m). ``kept`` gets the logits.
     """
-    largest = tokens.hidden.new_full((chunk.stop - chunk.start, 1), -torch.inf, dtype=wide(tokens.hidden.dtype))
+    largest = tokens.hidden.new_full((chunk.stop - chunk.start, 1), -torch.inf, dtype=wide_dtype(tokens.hidden.dtype))
     total, weighted = torch.zeros_like(largest), torch.zeros_like(largest)
     label_logits = largest.new_zeros(chunk.stop - chunk.start, tokens.labels.shape[1])
     for words in vocabulary_slices(tokens, weight, work.chunk_tokens):

@@ -9,6 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from rl_backend.primitive.float32 import widened
+
 
 @dataclass(frozen=True)
 class NormSpec:
@@ -45,15 +47,15 @@ class RMSNorm(nn.Module):
         self.sum_over_ranks: Callable[[Tensor], Tensor] | None = None
 
     def forward(self, x: Tensor) -> Tensor:
-        weight = _wide(self.weight) + 1.0 if self.from_one else self.weight
+        weight = widened(self.weight) + 1.0 if self.from_one else self.weight
         if self.sum_over_ranks is not None:
-            wide = _wide(x)
+            wide = widened(x)
             squares = self.sum_over_ranks(wide.square().sum(-1, keepdim=True))
             return (wide * (squares / self.dim + self.eps).rsqrt() * weight).to(x.dtype)
         # Compiled code has no need of kernels that pass over memory less often.
         if x.is_cuda or torch.compiler.is_compiling():
             if weight.dtype != x.dtype:
-                return F.rms_norm(_wide(x), weight.shape, weight, self.eps).to(x.dtype)
+                return F.rms_norm(widened(x), weight.shape, weight, self.eps).to(x.dtype)
             return F.rms_norm(x, weight.shape, weight, self.eps)
         normed: Tensor = _RMSNorm.apply(x, weight, self.eps)
         return normed
@@ -73,7 +75,7 @@ class LayerNorm(nn.Module):
         self.from_one = from_one
 
     def forward(self, x: Tensor) -> Tensor:
-        weight = (_wide(self.weight) + 1.0).to(x.dtype) if self.from_one else self.weight
+        weight = (widened(self.weight) + 1.0).to(x.dtype) if self.from_one else self.weight
         return F.layer_norm(x, weight.shape, weight, self.bias, self.eps)
 
     def extra_repr(self) -> str:
@@ -85,7 +87,7 @@ class _RMSNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        wide = _wide(x)
+        wide = widened(x)
         inverse = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
         inverse = inverse.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
         ctx.save_for_backward(x, weight, inverse)
@@ -96,8 +98,8 @@ class _RMSNorm(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, None]:
         x, weight, inverse = ctx.saved_tensors
-        wide_grad = _wide(grad)
-        normed = _wide(x) * inverse
+        wide_grad = widened(grad)
+        normed = widened(x) * inverse
         product = wide_grad * normed
         if ctx.needs_input_grad[1]:
             grad_weight = product.flatten(0, -2).sum(0).to(weight.dtype)
@@ -110,7 +112,3 @@ class _RMSNorm(torch.autograd.Function):
         grad_x = torch.mul(wide_grad, weight, out=product)
         grad_x.addcmul_(normed, projection, value=-1.0).mul_(inverse)
         return grad_x.to(x.dtype), grad_weight, None
-
-
-def _wide(x: Tensor) -> Tensor:
-    return x.float() if x.dtype in (torch.bfloat16, torch.float16) else x

@@ -51,16 +51,6 @@ class PrefixTree(NamedTuple):
             lens.append(length if parent < 0 else lens[parent] + length)
         return tuple(lens)
 
-    @property
-    def rows_after(self) -> tuple[int, ...]:
-        """How many rows continue each run. They are next to its own."""
-        stops = [start + length for start, length in zip(self.starts, self.lengths, strict=True)]
-        ends = list(stops)
-        for run in reversed(range(len(ends))):
-            if self.parents[run] >= 0:
-                ends[self.parents[run]] = max(ends[self.parents[run]], ends[run])
-        return tuple(end - stop for end, stop in zip(ends, stops, strict=True))
-
     def path(self, run: int) -> tuple[int, ...]:
         """The runs from the start of its sequences to ``run``, itself included."""
         path = [run]

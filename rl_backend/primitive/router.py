@@ -11,7 +11,7 @@ from rl_backend.contracts import ConfigError
 from rl_backend.primitive.activation import sigmoid
 from rl_backend.primitive.adapters import padded_product
 from rl_backend.primitive.backward import with_added_loss
-from rl_backend.primitive.float32 import KeptInFloat32
+from rl_backend.primitive.float32 import KeptInFloat32, wide_dtype
 from rl_backend.primitive.prefix_tree import take_rows
 
 
@@ -130,7 +130,7 @@ class Router(nn.Module):
         """Routes (T, hidden_size). ``experts``, (T, top_k), are a choice made elsewhere, whose weights are still this
         router's; -1 in the rows of tokens for which it chooses itself.
         """
-        dtype = torch.promote_types(x.dtype, torch.float32)
+        dtype = wide_dtype(x.dtype)
         factors = x.dtype if self.settings.rounded_logits else dtype
         bias = None if self.bias is None else self.bias.to(factors)
         logits = padded_product(x.to(factors), self.weight.to(factors).t(), bias).to(dtype)
@@ -222,7 +222,7 @@ def _shares(logits: Tensor, settings: RouterSettings) -> Tensor:
     if settings.score == "softmax":
         return logits.softmax(-1)
     sigmoid = logits.sigmoid()
-    return sigmoid / (sigmoid.sum(-1, keepdim=True) + 1e-20)
+    return sigmoid / (sigmoid.sum(-1, keepdim=True) + _TINY)
 
 
 def sequence_balancing_loss(

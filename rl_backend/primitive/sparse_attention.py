@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from rl_backend.primitive.attention import Segments, packed_attention
-from rl_backend.primitive.prefix_tree import take_rows
+from rl_backend.primitive.attention import Segments, attend_apart, packed_attention
+from rl_backend.primitive.float32 import wide_dtype
 
 _MOST_SCORES = 2**24
 """Products of index queries and keys that are in memory at one time: 64 MiB."""
@@ -68,7 +68,7 @@ def _block_size(heads: int, keys: int) -> int:
 
 def index_scores(terms: IndexTerms) -> Tensor:
     """``sum_h weight_h relu(query_h . key)`` in float32 or better; (N, M), nothing masked."""
-    dtype = torch.promote_types(terms.query.dtype, torch.float32)
+    dtype = wide_dtype(terms.query.dtype)
     products = torch.einsum("nhd,md->nhm", terms.query.to(dtype), terms.key.to(dtype)).relu()
     return torch.einsum("nhm,nh->nm", products, terms.weight.to(dtype))
 
@@ -135,42 +135,16 @@ def sparse_attention(query: Tensor, key: Tensor, value: Tensor, segments: Segmen
     # Segments whose keys are all chosen take packed_attention together. Which these are depends on each alone, so that a
     # segment has the same bits whatever it is packed with.
     covered = [keys <= chosen.shape[1] for keys in segments.key_lens]
-    if all(covered):
+    return attend_apart(_attend_to_chosen, covered, segments, query, key, value, chosen)
+
+
+def _attend_to_chosen(
+    covered: bool, segments: Segments, query: Tensor, key: Tensor, value: Tensor, chosen: Tensor
+) -> Tensor:
+    if covered:
         return packed_attention(query, key, value, segments)
-    if not any(covered):
-        return _masked(query, key, value, segments, chosen)
-    if segments.tree is not None:
-        assert segments.key_index is not None, "Segments.of_tree makes one"
-        key, value = (take_rows(x, segments.key_index) for x in (key, value))
-        segments = segments._replace(key_index=None, tree=None)
-    query_lens, key_lens = list(segments.query_lens), list(segments.key_lens)
-    rows = query.split(query_lens), key.split(key_lens), value.split(key_lens), chosen.split(query_lens)
-    attended = [query] * len(covered)
-    for dense in (True, False):
-        indices = [index for index, each in enumerate(covered) if each is dense]
-        part = _part(segments, indices)
-        q, k, v, numbers = (torch.cat([each[index] for index in indices]) for each in rows)
-        out = packed_attention(q, k, v, part) if dense else _masked(q, k, v, part, numbers)
-        for index, row in zip(indices, out.split(part.query_lens), strict=True):
-            attended[index] = row
-    return torch.cat(attended)
-
-
-def _masked(query: Tensor, key: Tensor, value: Tensor, segments: Segments, chosen: Tensor) -> Tensor:
     attended: Tensor = _SparseAttention.apply(query, key, value, segments, chosen)
     return attended
-
-
-def _part(segments: Segments, indices: list[int]) -> Segments:
-    # Made on the device, so that nothing waits for it.
-    starts: list[Tensor] = []
-    for boundaries in (segments.cu_queries, segments.cu_keys):
-        lengths = boundaries.diff()
-        chosen = torch.cat([lengths[index : index + 1] for index in indices])
-        starts.append(F.pad(chosen.cumsum(0, dtype=boundaries.dtype), (1, 0)))
-    query_lens, key_lens = (tuple(each[index] for index in indices) for each in segments[:2])
-    queries, keys = starts
-    return Segments(query_lens, key_lens, queries, keys)
 
 
 def _attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> Tensor:
@@ -208,7 +182,7 @@ class _SparseAttention(torch.autograd.Function):
         query, key, value, chosen = ctx.saved_tensors
         grad_query = torch.empty_like(query)
         # Many blocks add to the gradient of a key.
-        wide = torch.promote_types(query.dtype, torch.float32)
+        wide = wide_dtype(query.dtype)
         grad_key, grad_value = (torch.zeros_like(each, dtype=wide) for each in (key, value))
         for block in query_blocks(ctx.segments, query.shape[1], query.device):
             mask = _visible_and_chosen(block, chosen)
@@ -271,7 +245,7 @@ class _IndexerLoss(torch.autograd.Function):
         sum_over_ranks: Callable[[Tensor], object] | None,
     ) -> Tensor:
         terms = IndexTerms(index_query, index_key, weight)
-        wide = torch.promote_types(index_query.dtype, torch.float32)
+        wide = wide_dtype(index_query.dtype)
         gradients = IndexTerms(*(torch.zeros_like(each, dtype=wide) for each in terms))
         total = weight.new_zeros(())
         for block in query_blocks(segments, max(index_query.shape[1], query.shape[1]), query.device):
@@ -301,7 +275,7 @@ class _IndexerLoss(torch.autograd.Function):
 
 
 def _attended(query: Tensor, key: Tensor, mask: Tensor, scale: float) -> Tensor:
-    dtype = torch.promote_types(query.dtype, torch.float32)
+    dtype = wide_dtype(query.dtype)
     key = key.repeat_interleave(query.shape[1] // key.shape[1], dim=1)
     scores = torch.einsum("nhd,mhd->hnm", query.to(dtype), key.to(dtype)) * scale
     return scores.masked_fill(~mask, -torch.inf).softmax(-1).sum(0)

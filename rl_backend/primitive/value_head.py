@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from rl_backend.primitive.adapters import AdapterRun
+from rl_backend.primitive.float32 import wide_dtype
 from rl_backend.primitive.log_prob import IGNORE_LABEL
 
 
@@ -19,7 +20,7 @@ class ValueHead(nn.Linear):
 
     def forward(self, hidden: Tensor) -> Tensor:
         # bfloat16 would leave a value three significant digits.
-        dtype = torch.promote_types(hidden.dtype, torch.float32)
+        dtype = wide_dtype(hidden.dtype)
         # A sum of its own, not a view of a product: FSDP's hook would be lost when a loss changes a view in place.
         return torch.mv(hidden.to(dtype), self.weight[0].to(dtype)) + self.bias.to(dtype)
 

@@ -33,5 +33,6 @@ def counted_graphs() -> Iterator[list[torch.fx.GraphModule]]:
 
 
 def calls(graph: torch.fx.GraphModule) -> list[str]:
-    """Names of the functions that a graph calls."""
-    return [str(node.target) for node in graph.graph.nodes if node.op == "call_function"]
+    """Names of the functions that a graph calls, itself or in the functions with a backward pass that it holds."""
+    held = [each for each in graph.modules() if isinstance(each, torch.fx.GraphModule)]
+    return [str(node.target) for each in held for node in each.graph.nodes if node.op == "call_function"]

@@ -15,7 +15,7 @@ from rl_backend.parallel.tensor import FusedProjections, TensorParallel
 from rl_backend.primitive.activation import sigmoid, silu, softplus
 from rl_backend.primitive.attention import Segments
 from rl_backend.primitive.causal_conv import CausalConv, path_history
-from rl_backend.primitive.float32 import KeptInFloat32
+from rl_backend.primitive.float32 import KeptInFloat32, widened
 from rl_backend.primitive.gated_delta import ChunkedDeltaRule, fla_gated_delta_rule, has_fla, l2_normalised
 from rl_backend.primitive.norm import NormSpec, RMSNorm
 
@@ -133,8 +133,8 @@ class GatedDeltaNet(Mixer):
         value = value.unflatten(-1, (-1, spec.value_dim))
         query, decay, beta = (
             query * spec.key_dim**-0.5,
-            self.decay(softplus(_wide(rate) + self.dt_bias)),
-            sigmoid(_wide(write)),
+            self.decay(softplus(widened(rate) + self.dt_bias)),
+            sigmoid(widened(write)),
         )
         # Estimates of memory run on the meta device, which has no kernels.
         if self.takes_fla and not x.is_meta:
@@ -144,7 +144,7 @@ class GatedDeltaNet(Mixer):
         else:
             rule = ChunkedDeltaRule(query, key, value, decay, beta, segments.query_lens, parents)
             outputs = rule.outputs(None if over_ranks is None else over_ranks.states(rule.transitions(), segments))
-        gated = self.norm(_wide(outputs)) * silu(_wide(gate))
+        gated = self.norm(widened(outputs)) * silu(widened(gate))
         return self.out_proj(gated.to(x.dtype).flatten(1))  # type: ignore[no-any-return]
 
     def _history(self, mixed: Tensor, segments: Segments) -> Tensor | None:
@@ -216,8 +216,4 @@ class Decay(KeptInFloat32):
         self.A_log = nn.Parameter(torch.zeros(heads))
 
     def forward(self, rate: Tensor) -> Tensor:
-        return -_wide(self.A_log).exp() * rate
-
-
-def _wide(x: Tensor) -> Tensor:
-    return x.to(torch.promote_types(x.dtype, torch.float32))
+        return -widened(self.A_log).exp() * rate

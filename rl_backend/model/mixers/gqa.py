@@ -13,10 +13,10 @@ from rl_backend.model.blocks import (
     Mixer,
     MixerSpec,
     Rotation,
+    attention_compiles,
     divisors,
     linear_names,
     nearest,
-    operator_for,
     require_divided,
 )
 from rl_backend.parallel.context import attend_over_ranks
@@ -139,10 +139,8 @@ class GroupedQueryAttention(Mixer):
             return apply_rotary(x, *rotation)
         return torch.cat((apply_rotary(x[..., :rotated], *rotation), x[..., rotated:]), dim=-1)
 
-    def use_operators(self, groups: ParallelGroups, config: NativeConfig) -> bool:
-        attend = operator_for(groups, config, self.spec.window, sinks=self.spec.sinks)
-        self.attend = attend or self.attend
-        return attend is not None
+    def compiles(self, groups: ParallelGroups, config: NativeConfig) -> bool:
+        return attention_compiles(groups, config, self.spec.window, sinks=self.spec.sinks)
 
     def split(self, groups: ParallelGroups) -> None:
         if groups.cp_group.size() > 1:

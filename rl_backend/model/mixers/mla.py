@@ -18,8 +18,8 @@ from rl_backend.model.blocks import (
     Mixer,
     MixerSpec,
     Rotation,
+    attention_compiles,
     linear_names,
-    operator_for,
     require_divided,
 )
 from rl_backend.model.options import INDEXER_OPTIONS, IndexerTraining
@@ -27,8 +27,9 @@ from rl_backend.parallel.context import gather_keys
 from rl_backend.parallel.groups import ParallelGroups
 from rl_backend.parallel.tensor import TensorParallel
 from rl_backend.primitive.adapters import runs_at_work
-from rl_backend.primitive.attention import Attend, Segments, packed_attention
+from rl_backend.primitive.attention import Segments, packed_attention
 from rl_backend.primitive.backward import with_added_loss
+from rl_backend.primitive.float32 import wide_dtype
 from rl_backend.primitive.norm import LayerNorm, NormSpec, RMSNorm
 from rl_backend.primitive.prefix_tree import PrefixTree
 from rl_backend.primitive.rope import Rotary, apply_rotary
@@ -92,7 +93,7 @@ class _Float32Linear(nn.Linear):
     """Computes in float32 or better, and gives that."""
 
     def forward(self, x: Tensor) -> Tensor:
-        dtype = torch.promote_types(x.dtype, torch.float32)
+        dtype = wide_dtype(x.dtype)
         return x.to(dtype) @ self.weight.to(dtype).t()
 
 
@@ -223,7 +224,6 @@ class LatentAttention(Mixer):
         self.kv_a_layernorm = RMSNorm(spec.kv_rank, spec.latent_eps)
         self.kv_b_proj = nn.Linear(spec.kv_rank, spec.num_heads * (spec.plain_dim + spec.value_dim), bias=False)
         self.o_proj = nn.Linear(spec.num_heads * spec.value_dim, hidden_size, bias=spec.bias)
-        self.attend: Attend = packed_attention
         self._tensor: TensorParallel | None = None
         self._cp_group: dist.ProcessGroup | None = None
 
@@ -231,7 +231,7 @@ class LatentAttention(Mixer):
         assert rotation is not None, "MLASpec has a rotary embedding"
         query = self._queries(self._query_latent(x), rotation)
         key, value = self._gathered(*self._latents(x, rotation), segments)
-        attended = self.attend(query, key, value, segments, None, None)
+        attended = packed_attention(query, key, value, segments)
         return self.o_proj(attended.flatten(1))  # type: ignore[no-any-return]
 
     def _query_latent(self, x: Tensor) -> Tensor:
@@ -281,10 +281,8 @@ class LatentAttention(Mixer):
     def _of_all_tokens(self, x: Tensor) -> Tensor:
         return x if self._tensor is None else self._tensor.operators.all_gather(x, sum_gradients=True)
 
-    def use_operators(self, groups: ParallelGroups, config: NativeConfig) -> bool:
-        attend = None if self.spec.chooses else operator_for(groups, config, None)
-        self.attend = attend or self.attend
-        return attend is not None
+    def compiles(self, groups: ParallelGroups, config: NativeConfig) -> bool:
+        return not self.spec.chooses and attention_compiles(groups, config, None)
 
     def split(self, groups: ParallelGroups) -> None:
         # Context parallelism gathers latents, which are smaller than keys and values.

@@ -262,8 +262,8 @@ FAULTS = [
     Fault(
         "bridge-queries-not-scaled",
         "rl_backend.runtime.bridge.megatron.deltanet:chunk_gated_delta_rule",
-        "scaled = query.to(torch.promote_types(query.dtype, torch.float32)) * query.shape[-1] ** -0.5",
-        "scaled = query.to(torch.promote_types(query.dtype, torch.float32))",
+        "scaled = widened(query) * query.shape[-1] ** -0.5",
+        "scaled = widened(query)",
         ("test_the_rule_is_megatrons",),
         "on a CPU outputs of the recurrence would be too large",
     ),

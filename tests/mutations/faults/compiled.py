@@ -2,30 +2,30 @@
 
 from tests.mutations.fault import Fault
 
-_OPERATOR = "test_the_operator_has_the_bits_of_the_function_forward_and_backward"
+_BITS = "test_compiled_code_attends_with_the_same_bits_forward_and_backward"
 _LAYOUTS = "test_compiled_layers_train_as_others_do"
 
 FAULTS = [
     Fault(
-        "operator-forgets-what-its-runs-continue",
-        "rl_backend.primitive.attention_operator:_gradients",
-        "gradients_on_cpu(grad, query, key, value, out, log_sums, sinks, *runs)",
-        "gradients_on_cpu(grad, query, key, value, out, log_sums, sinks, *runs[:2])",
-        (f"{_OPERATOR}[tree-False]",),
-        "compiled layers would train prompts without their answers",
+        "compiled-code-forgets-that-runs-continue-each-other",
+        "rl_backend.primitive.attention:Segments.hidden",
+        "tree = None if self.tree is None else PrefixTree((), (), ())",
+        "tree = None",
+        (f"{_BITS}[tree-False]",),
+        "compiled layers would show answers the prompts of others",
     ),
     Fault(
-        "operator-takes-each-run-for-a-child-of-another",
-        "rl_backend.primitive.attention_operator:_Runs.of",
-        "tuple(parents[0][1:])",
-        "tuple(parents[0][:-1])",
-        (f"{_OPERATOR}[tree-False]",),
-        "compiled layers would show answers the prompts of others",
+        "compiled-code-takes-narrow-gradients-for-wide-ones",
+        "rl_backend.primitive.cpu_attention:_like_gradients",
+        "return *_narrowed(_unfilled_gradients(query, key, value), query, key, value), of_sinks",
+        "return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value), of_sinks",
+        ("test_torch_finds_the_operations_as_they_are_declared[sequences-float64]",),
+        "generated code would read gradients of latent attention's values from the wrong places",
     ),
     Fault(
         "lengths-of-rows-known-to-compiled-code",
         "rl_backend.model.compiled:_run",
-        "torch._dynamo.mark_dynamic(tensor, tensor.dim() - 1 if tensor.dtype == torch.int64 else 0)",
+        "torch._dynamo.mark_dynamic(tensor, 0)",
         "pass",
         ("test_all_layers_and_lengths_have_one_graph_for_training_and_one_for_outputs",),
         "layers would be compiled again",

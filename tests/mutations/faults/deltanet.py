@@ -88,8 +88,8 @@ FAULTS = [
     Fault(
         "gate-without-silu",
         "rl_backend.model.mixers.deltanet:GatedDeltaNet.forward",
-        "gated = self.norm(_wide(outputs)) * silu(_wide(gate))",
-        "gated = self.norm(_wide(outputs)) * sigmoid(_wide(gate))",
+        "gated = self.norm(widened(outputs)) * silu(widened(gate))",
+        "gated = self.norm(widened(outputs)) * sigmoid(widened(gate))",
         (_PARITY,),
         "another model would be trained",
     ),

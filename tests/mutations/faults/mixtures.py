@@ -7,7 +7,7 @@ _BRIDGE = "test_tensor_parallel_ranks_train_as_one"
 FAULTS = [
     Fault(
         "gradient-of-sinks-with-the-wrong-sign",
-        "rl_backend.primitive.cpu_attention:gradients_on_cpu",
+        "rl_backend.primitive.cpu_attention:_gradients",
         "weights.mul_((grad.to(log_sums.dtype) * out).sum(-1)).sum(0).neg_().to(sinks.dtype)",
         "weights.mul_((grad.to(log_sums.dtype) * out).sum(-1)).sum(0).to(sinks.dtype)",
         ("test_a_sink_takes_its_share_of_the_softmax",),

@@ -173,9 +173,9 @@ FAULTS = [
     ),
     Fault(
         "window-one-token-short",
-        "rl_backend.primitive.attention:_windowed_and_whole",
-        "rows = windowed_attention(q, k, v, q_lens, k_lens, window, sinks)",
-        "rows = windowed_attention(q, k, v, q_lens, k_lens, max(window - 1, 1), sinks)",
+        "rl_backend.primitive.attention:packed_attention.attend",
+        "return windowed_attention(q, k, v, part.query_lens, part.key_lens, window, sinks)",
+        "return windowed_attention(q, k, v, part.query_lens, part.key_lens, max(window - 1, 1), sinks)",
         ("test_a_window_hides_all_but_the_last_tokens",),
         "Mistral would forget its oldest token",
     ),

@@ -12,7 +12,7 @@ FAULTS = [
     Fault(
         "norms-from-one-without-the-one",
         "rl_backend.primitive.norm:RMSNorm.forward",
-        "weight = _wide(self.weight) + 1.0 if self.from_one else self.weight",
+        "weight = widened(self.weight) + 1.0 if self.from_one else self.weight",
         "weight = self.weight",
         (f"{_EQUAL}[gemma]",),
         "Gemma's norms would give almost nothing",
@@ -100,7 +100,7 @@ FAULTS = [
     Fault(
         "layer-norms-from-one-without-the-one",
         "rl_backend.primitive.norm:LayerNorm.forward",
-        "weight = (_wide(self.weight) + 1.0).to(x.dtype) if self.from_one else self.weight",
+        "weight = (widened(self.weight) + 1.0).to(x.dtype) if self.from_one else self.weight",
         "weight = self.weight",
         (f"{_EQUAL}[nemotron]",),
         "Nemotron's norms would give almost nothing",

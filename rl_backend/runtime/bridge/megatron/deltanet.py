@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from rl_backend.contracts import ConfigError
 from rl_backend.primitive.causal_conv import causal_conv
+from rl_backend.primitive.float32 import widened
 from rl_backend.primitive.gated_delta import gated_delta_rule, l2_normalised
 from rl_backend.runtime.bridge.config import BridgeConfig
 
@@ -85,7 +86,7 @@ def chunk_gated_delta_rule(
         g, beta: (rows, tokens, heads), logarithms of the decay, and how much of a value is written.
     """
     assert not any(others.values()), "as Megatron calls it"
-    scaled = query.to(torch.promote_types(query.dtype, torch.float32)) * query.shape[-1] ** -0.5
+    scaled = widened(query) * query.shape[-1] ** -0.5
     queries, keys, values, decay, strength = (x.flatten(0, 1) for x in (scaled, key, value, g, beta))
     outputs = gated_delta_rule(queries, keys, values, decay, strength, _lengths(query, cu_seqlens))
     return outputs.view_as(value).to(query.dtype), None

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from rl_backend.primitive import attention
 from rl_backend.primitive.attention import Segments, packed_attention
-from rl_backend.primitive.cpu_attention import cpu_attention
 
 
 class Lengths(NamedTuple):
@@ -30,6 +29,18 @@ type Attention = Callable[..., Tensor]
 def segments_of(lengths: Lengths) -> Segments:
     cumulative = [torch.tensor([0, *lens]).cumsum(0).to(torch.int32) for lens in lengths]
     return Segments(*lengths, *cumulative)
+
+
+def packed(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    query_lens: Sequence[int],
+    key_lens: Sequence[int],
+    window: int | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    return packed_attention(query, key, value, segments_of(Lengths(tuple(query_lens), tuple(key_lens))), window, sinks)
 
 
 def make_qkv(
@@ -71,7 +82,7 @@ def assert_as_defined(function: Attention, heads: int, kv_heads: int, lengths: L
 
 
 @ALL_LENGTHS
-@pytest.mark.parametrize("implementation", [cpu_attention, attention._by_runs])
+@pytest.mark.parametrize("implementation", [packed, attention._by_runs])
 @pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (4, 2), (6, 1)])
 def test_packed_attention_is_causal_attention_within_each_segment(
     implementation: Attention, heads: int, kv_heads: int, lengths: Lengths
@@ -83,7 +94,7 @@ def test_packed_attention_is_causal_attention_within_each_segment(
 def test_segments_of_equal_lengths_in_any_order_are_attended_alone(more_keys: int) -> None:
     queries = (5, 64, 3, 5, 130, 3, 5, 64, 65, 5, 1, 130, 1)
     keys = tuple(length + more_keys * (index % 3 == 0) for index, length in enumerate(queries))
-    assert_as_defined(cpu_attention, 4, 2, Lengths(queries, keys))
+    assert_as_defined(packed, 4, 2, Lengths(queries, keys))
 
 
 @pytest.fixture(params=[1, 2])
@@ -111,7 +122,7 @@ def test_segments_have_the_bits_of_each_alone(
 
     def attend(count: int, *inputs: Tensor) -> tuple[Tensor, ...]:
         q, k, v = (x.clone().requires_grad_() for x in inputs)
-        out = cpu_attention(q, k, v, [length] * count, [keys] * count, sinks)
+        out = packed(q, k, v, [length] * count, [keys] * count, None, sinks)
         return out, *torch.autograd.grad(out.square().sum(), (q, k, v))
 
     out, grad_query, grad_key, grad_value = attend(count, query, key, value)
@@ -125,7 +136,7 @@ def test_segments_have_the_bits_of_each_alone(
 @ALL_LENGTHS
 @pytest.mark.parametrize("window", [1, 3, 64, 100, 1000])
 @pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (6, 2)])
-@pytest.mark.parametrize("implementation", [attention.windowed_attention, attention._windowed_and_whole])
+@pytest.mark.parametrize("implementation", [attention.windowed_attention, packed])
 def test_a_window_hides_all_but_the_last_tokens(
     monkeypatch: pytest.MonkeyPatch, implementation: Attention, window: int, heads: int, kv_heads: int, lengths: Lengths
 ) -> None:
@@ -157,7 +168,7 @@ def test_a_window_is_used_where_a_segment_has_more_keys_and_only_there(
     for dtype, tolerance in ((torch.float32, 1e-5), (torch.bfloat16, 5e-2)):
         out = packed_attention(*make_qkv(4, 2, lengths, dtype), segments, 64)
         torch.testing.assert_close(out.double(), expected, atol=tolerance, rtol=tolerance)
-    monkeypatch.setattr(attention, "_windowed_and_whole", None)
+    monkeypatch.setattr(attention, "windowed_attention", None)
     qkv = make_qkv(4, 2, lengths)
     assert torch.equal(packed_attention(*qkv, segments, max(lengths.keys)), packed_attention(*qkv, segments))
 
@@ -183,7 +194,7 @@ def test_whole_sequences_have_as_many_keys_as_queries() -> None:
 def test_attention_scores_far_apart_do_not_overflow(lengths: Lengths) -> None:
     query, key, value = (300.0 * tensor.detach().float() for tensor in make_qkv(2, 1, lengths))
     query.requires_grad_()
-    out = cpu_attention(query, key, value, *lengths)
+    out = packed(query, key, value, *lengths)
     out.sum().backward()
     assert query.grad is not None
     assert torch.isfinite(out).all() and torch.isfinite(query.grad).all()
@@ -192,10 +203,10 @@ def test_attention_scores_far_apart_do_not_overflow(lengths: Lengths) -> None:
 
 def test_a_later_token_does_not_change_an_earlier_one() -> None:
     query, key, value = (tensor.detach() for tensor in make_qkv(2, 2))
-    before = cpu_attention(query, key, value, *WHOLE)
+    before = packed(query, key, value, *WHOLE)
     changed = key.clone()
     changed[100] += 1.0  # in the third sequence, tokens 65 to 129
-    after = cpu_attention(query, changed, value, *WHOLE)
+    after = packed(query, changed, value, *WHOLE)
     same = torch.ones(sum(LENGTHS), dtype=torch.bool)
     same[100:130] = False
     assert torch.equal(before[same], after[same])

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from rl_backend.primitive import attention
 from rl_backend.primitive.attention import Segments, packed_attention
-from rl_backend.primitive.cpu_attention import cpu_attention
 from rl_backend.primitive.prefix_tree import PrefixTree
 from tests.unit.rl_backend.primitive.test_attention import Lengths, masked_softmax, segments_of
 
@@ -34,10 +33,7 @@ def test_values_of_another_width_are_attended_to(value_dim: int, window: int | N
     mix = torch.randn(sum(LENGTHS.queries), 6, value_dim, dtype=torch.float64)
     forms: list[Any] = [lambda q, k, v: packed_attention(q, k, v, segments_of(LENGTHS), window)]
     if window is None:
-        forms += [
-            lambda q, k, v: cpu_attention(q, k, v, *LENGTHS),
-            lambda q, k, v: attention._by_runs(q, k, v, *LENGTHS),
-        ]
+        forms.append(lambda q, k, v: attention._by_runs(q, k, v, *LENGTHS))
     expected = masked_softmax(*qkv, *LENGTHS, window)
     right = torch.autograd.grad((expected * mix).sum(), qkv)
     for form in forms:
@@ -118,13 +114,13 @@ def test_a_plan_has_the_shapes_of_outputs_and_gradients(value_dim: int) -> None:
 
 def test_a_window_that_covers_every_segment_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[int] = []
-    plain = attention._windowed_and_whole
+    plain = attention.windowed_attention
 
     def noted(*arguments: Any) -> Tensor:
         seen.append(arguments[5])
         return plain(*arguments)
 
-    monkeypatch.setattr(attention, "_windowed_and_whole", noted)
+    monkeypatch.setattr(attention, "windowed_attention", noted)
     qkv = draw(2, 1, 4, 4)
     for window in (89, 90, 91):
         packed_attention(*qkv, segments_of(LENGTHS), window)

@@ -10,8 +10,7 @@ from torch import Tensor
 
 from rl_backend.primitive import attention
 from rl_backend.primitive.attention import packed_attention
-from rl_backend.primitive.cpu_attention import cpu_attention
-from tests.unit.rl_backend.primitive.test_attention import ALL_LENGTHS, Lengths, make_qkv, segments_of
+from tests.unit.rl_backend.primitive.test_attention import ALL_LENGTHS, Lengths, make_qkv, packed, segments_of
 
 HEADS, KV_HEADS = 6, 2
 
@@ -38,18 +37,13 @@ def one_by_one(
     return torch.stack(outputs)
 
 
-def whole(query: Tensor, key: Tensor, value: Tensor, *arguments: object) -> Tensor:
-    query_lens, key_lens, _, sinks = arguments
-    return cpu_attention(query, key, value, query_lens, key_lens, sinks)  # type: ignore[arg-type]
-
-
 @pytest.mark.shows("model: attention sinks and their gradients are those of the definition, whole and with windows")
 @ALL_LENGTHS
 @pytest.mark.parametrize("form", ["whole", "windowed", "both"])
 def test_a_sink_takes_its_share_of_the_softmax(form: str, lengths: Lengths, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention, "_WINDOWED_BLOCK", 48)
     window = 1000 if form == "whole" else 20
-    found = {"whole": whole, "windowed": attention.windowed_attention, "both": attention._windowed_and_whole}[form]
+    found = attention.windowed_attention if form == "windowed" else packed
     qkv, sinks = make_qkv(HEADS, KV_HEADS, lengths), make_sinks()
     mix = torch.randn(qkv[0].shape, dtype=torch.float64)
     results = []

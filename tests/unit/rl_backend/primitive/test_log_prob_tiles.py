@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from rl_backend.primitive import log_prob
+from rl_backend.primitive.float32 import wide_dtype
 from rl_backend.primitive.log_prob import (
     LowRank,
     NextTokenGradient,
@@ -16,7 +17,6 @@ from rl_backend.primitive.log_prob import (
     buffers_for,
     logits_chunk_bytes,
     vocabulary_slices,
-    wide,
 )
 
 HIDDEN, VOCABULARY = 4, 11
@@ -151,7 +151,7 @@ def test_a_plan_knows_the_bytes_of_logits(tokens: int, vocabulary: int, chunk: i
 
 
 def test_sums_are_float32_or_better() -> None:
-    assert [wide(dtype) for dtype in (torch.bfloat16, torch.float16, torch.float32, torch.float64)] == [
+    assert [wide_dtype(dtype) for dtype in (torch.bfloat16, torch.float16, torch.float32, torch.float64)] == [
         torch.float32,
         torch.float32,
         torch.float32,

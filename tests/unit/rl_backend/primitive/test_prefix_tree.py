@@ -17,9 +17,7 @@ TREE = PrefixTree(lengths=(3, 2, 1, 4), parents=(-1, 0, 0, -1), ends=(1, 2, 0, 3
 
 def test_rows_of_runs_paths_and_tokens() -> None:
     assert (TREE.num_rows, TREE.starts) == (10, (0, 3, 5, 6))
-    assert (TREE.lengths, TREE.key_lens, TREE.rows_after) == ((3, 2, 1, 4), (3, 5, 4, 4), (3, 0, 0, 0))
-    deeper = PrefixTree((3, 2, 1, 4, 1), (-1, 0, 1, 0, -1), (2, 3, 4))
-    assert deeper.rows_after == (7, 1, 0, 0, 0)
+    assert (TREE.lengths, TREE.key_lens) == ((3, 2, 1, 4), (3, 5, 4, 4))
     assert [TREE.path(run) for run in range(4)] == [(0,), (0, 1), (0, 2), (3,)]
     assert TREE.key_rows.tolist() == [0, 1, 2, *(0, 1, 2, 3, 4), *(0, 1, 2, 5), *(6, 7, 8, 9)]
     assert TREE.rows_of_tokens.tolist() == [0, 1, 2, 3, 4, *(0, 1, 2, 5), *(0, 1, 2), *(6, 7, 8, 9), *(0, 1, 2, 3, 4)]
