@@ -190,7 +190,7 @@ class Recovery:
                 return
             deadline = time.monotonic() + _TAKE_SECONDS
             self._take_boundaries(_TAKE_SECONDS if self.wants_boundary else _NEAR_SECONDS)
-            # Another state is asked for when this one is there. Ranks lose nothing while they have what came before the step.
+            # Another state is asked for when this one is there. Ranks lose nothing while they have a pass to compute.
             while self._memory.is_making and self._begun() < self._number and time.monotonic() < deadline:
                 self._take_boundaries(_NEAR_SECONDS)
             wanted = {handle.key: handle for handle in (*handles, *self._memory.lost())}
