@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -23,12 +25,14 @@ from actors.cluster.processes import start_time
 from actors.run import update_metrics
 from actors.run.session import Session, open_session
 from actors.sync.staged_transports import SharedMemoryTransport
+from actors.train.group import TrainGroup
 from examples import grpo, sft
 from examples.demo.__main__ import DemoConfig, demo_settings
 from examples.demo.task import write_task
-from rl_backend.contracts import ConfigError, RLBackendError
+from rl_backend.contracts import ConfigError, NativeConfig, RLBackendError, RuntimeConfig
 from rl_backend.data.prompts import endless_batches
 from tests.support.runs import of_the_run
+from tests.support.sft_batches import random_token_sequences
 
 type Disturb = Callable[[Session], None]
 
@@ -219,6 +223,24 @@ def target_of(link: Path) -> str:
 def test_a_run_of_the_bridge_goes_on_from_memory(ray_cluster: None, task: Path, tmp_path: Path) -> None:
     found = run_of_the_bridge(task, tmp_path, save_every=0, recover="memory")
     assert recoveries(found)[0]["recovery/steps_repeated"] <= 2
+
+
+@pytest.mark.long
+@pytest.mark.shows("recovery: ranks that compute for over a minute beside four busy neighbours are not taken for hung")
+def test_a_pass_of_a_minute_beside_busy_neighbours_is_no_hang(ray_cluster: None, task: Path) -> None:
+    runtime = RuntimeConfig(hf_path=str(task / "model"), backend_cfg=NativeConfig(device="cpu"))
+    data = random_token_sequences((9, 5, 12, 7), 12)
+    with ExitStack() as neighbours:
+        for _ in range(4):
+            busy = neighbours.enter_context(subprocess.Popen((sys.executable, "-c", "while True: pass")))
+            neighbours.callback(busy.kill)
+        with TrainGroup(runtime, 2, 1, recover="memory") as group:
+            model, before = group.build_model(), group.ranks
+            for seconds in (0.0, 65.0):
+                group.zero_grad(model)
+                group.forward_backward(model, data, Loss("tests.support.losses:slow_loss", seconds=seconds))
+                group.optimizer_step(model)
+            assert group.recoveries == () and group.ranks == before and group.weight_version(model) == 2
 
 
 def train_and_move(config: sft.SFTConfig, session: Session, moves: dict[int, Callable[[Run], None]]) -> Path:

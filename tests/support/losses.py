@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -19,6 +20,16 @@ def nll_loss(
     total = -(model_output.log_probs * mask).sum()
     loss = scale * total / data.meta["batch_num_tokens"] * data.meta["dp_size"]
     return loss, {"nll": Metric(float(total.detach()), float(mask.sum()))}
+
+
+def slow_loss(
+    model_output: ModelOutput, data: PackedBatch, dp_group: Any = None, *, seconds: float
+) -> tuple[Tensor, Mapping[str, MetricValue]]:
+    """As :func:`nll_loss`, after computing for so long."""
+    until = time.monotonic() + seconds
+    while time.monotonic() < until:
+        sum(range(100_000))
+    return nll_loss(model_output, data, dp_group)
 
 
 class ScaledLoss:
