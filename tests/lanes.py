@@ -48,8 +48,8 @@ LANES = (
 
 ``--suite`` keeps the choice of cases (:mod:`tests.support.matrix`) although a file is named.
 """
-NICENESS = (0, 0, 5)
-"""Of each lane and of its Ray: ranks, which are more at a time, do not starve the others."""
+NICENESS = (0, 3, 3)
+"""Of each lane and of its Ray: engines, which have most to do, go before."""
 END_SECONDS = 60.0
 """How long the lanes may take to end once they are interrupted."""
 NOTHING_SELECTED = 5

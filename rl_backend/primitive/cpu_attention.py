@@ -89,7 +89,7 @@ def _attend(
     # Of each query more than one result is added up.
     out = q.new_empty(q.shape, dtype=wide_dtype(q.dtype))
     log_sums = q.new_empty(q.shape[:2], dtype=out.dtype)
-    for part in _parts_of(cu_queries, cu_keys, tree):
+    for part in _parts_of(key, cu_queries, cu_keys, tree):
         keys, values = part.of_heads(k, query.shape[1]), part.of_heads(v, query.shape[1])
         attended, sums = _kernel(part.queries(q), keys, values, is_causal=not part.earlier, scale=query.shape[-1] ** -0.5)
         if part.earlier:
@@ -130,7 +130,7 @@ def _gradients(
     q, k, v = _for_kernel(query, key, value)
     grad_rows, out_rows = (_padded(x, q.shape[-1]).contiguous() for x in (grad, out))
     grad_q, grad_k, grad_v = wide = _unfilled_gradients(query, key, value)
-    for part in _parts_of(cu_queries, cu_keys, tree):
+    for part in _parts_of(key, cu_queries, cu_keys, tree):
         # By the sums of all that the queries see, each part of which has its share of the gradient (Dao et al., 2022).
         of_queries, *of_keys = _backward_kernel(
             part.queries(grad_rows),
@@ -215,9 +215,12 @@ class _Part(NamedTuple):
         return keys if keys.shape[1] == heads else keys.repeat_interleave(heads // keys.shape[1], dim=1)
 
 
-def _parts_of(cu_queries: Tensor, cu_keys: Tensor | None, tree: bool) -> tuple[_Part, ...]:
+def _parts_of(key: Tensor, cu_queries: Tensor, cu_keys: Tensor | None, tree: bool) -> tuple[_Part, ...]:
     query_edges = tuple(cu_queries.tolist())
-    return _parts(query_edges, query_edges if cu_keys is None else tuple(cu_keys.tolist()), tree)
+    key_edges = query_edges if cu_keys is None else tuple(cu_keys.tolist())
+    # The kernel would read what lies behind the keys.
+    assert key.shape[0] == (query_edges if tree else key_edges)[-1], "keys are those of the segments"
+    return _parts(query_edges, key_edges, tree)
 
 
 # The layers of a model ask for the same in turn, forward and backward.
