@@ -36,6 +36,17 @@ _WORDS = 256
 _EXPERTS = re.compile(r"(.*\.mlp\.experts)\.((?:w13|w2)_(?:weight|bias))")
 
 
+def _on_cpus(change: Callable[[], None]) -> Callable[[], None]:
+    """Engines on GPUs go without this change to vLLM."""
+
+    @wraps(change)
+    def change_on_cpus() -> None:
+        if current_platform.is_cpu():
+            change()
+
+    return change_on_cpus
+
+
 @contextmanager
 def packing_experts_again(model: nn.Module) -> Iterator[None]:
     """Experts that are loaded inside the context are packed again; those that are not keep their kernel."""
@@ -65,10 +76,9 @@ def packing_embeddings_again(model: nn.Module) -> Iterator[None]:
             module.quant_method.process_weights_after_loading(module)
 
 
+@_on_cpus
 def rotate_views_outside_the_kernel() -> None:
     """From now on a CPU rotates (tokens, heads, features) in torch; rows of all heads together stay with its kernel."""
-    if not current_platform.is_cpu():
-        return
     # The kernel takes views of three dimensions for others of two.
     in_kernel = RotaryEmbedding.forward_cpu
 
@@ -83,10 +93,9 @@ def rotate_views_outside_the_kernel() -> None:
     RotaryEmbedding.forward_cpu = forward_cpu
 
 
+@_on_cpus
 def route_by_sigmoid_without_groups() -> None:
     """From now on routers with sigmoid scores of a CPU that are made without groups have one, of all experts."""
-    if not current_platform.is_cpu():
-        return
     from vllm.model_executor.layers.fused_moe.router.cpu_router import CPURouter
 
     make = CPURouter.__init__
@@ -109,10 +118,9 @@ def name_weight_loaders(model: nn.Module) -> None:
             loader.__name__ = type(loader).__name__
 
 
+@_on_cpus
 def keep_adapters_from_experts() -> None:
     """From now on experts of a CPU have the kernels that they have without adapters, and take none."""
-    if not current_platform.is_cpu():
-        return
     chosen = unquantized_fused_moe_method.select_unquantized_moe_backend
 
     def select(moe_config: Any) -> Any:
@@ -123,10 +131,9 @@ def keep_adapters_from_experts() -> None:
     unquantized_fused_moe_method.select_unquantized_moe_backend = select
 
 
+@_on_cpus
 def multiply_adapters_once_for_all_rows() -> None:
     """From now on a CPU multiplies all rows of an adapter with its factors in one product."""
-    if not current_platform.is_cpu():
-        return
     from vllm.lora.punica_wrapper import punica_cpu
 
     # vLLM copies a whole adapter for every token of a step: sampling with one took three times as long as without.
@@ -166,10 +173,9 @@ def _product(inputs: Tensor, weights: Tensor, slots: Tensor, dtype: torch.dtype)
     return result
 
 
+@_on_cpus
 def turn_generators_back() -> None:
     """From now on a token sampled in the middle of a prompt leaves the request's generator as it was, on a CPU too."""
-    if not current_platform.is_cpu():
-        return
     from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
     # vLLM drops a token sampled after each piece of a prompt and turns the generator back by an offset, which generators of
@@ -200,10 +206,11 @@ def _generators_of_pieces(runner: Any) -> dict[int, torch.Generator]:
     return {index: generator for index, generator in runner.input_batch.generators.items() if incomplete[index]}
 
 
+@_on_cpus
 def draw_one_number_for_a_token() -> None:
     """From now on a CPU samples a token by one number of its request's generator, where a request has a seed."""
     # vLLM 0.32 does so itself, with a kernel.
-    if not current_platform.is_cpu() or hasattr(torch.ops._C, "fused_gumbel_argmax"):
+    if hasattr(torch.ops._C, "fused_gumbel_argmax"):
         return
     # vLLM 0.30 draws a number for every token of the vocabulary, which takes as long as the model where the model is small.
     forward: Callable[..., tuple[Tensor, Tensor | None]] = TopKTopPSampler.forward_cpu
@@ -247,10 +254,9 @@ def _place(sizes: Tensor, numbers: Tensor) -> tuple[Tensor, Tensor]:
     return place.squeeze(-1), inside - (ends.gather(1, place) - sizes.gather(1, place)).squeeze(-1)
 
 
+@_on_cpus
 def normalise_log_probs_again() -> None:
     """From now on the log-probs of a CPU's sampler belong to probabilities that add up to 1."""
-    if not current_platform.is_cpu():
-        return
     # torch's log_softmax adds word after word, and loses what is small beside the sum so far: of 49,152 words all log-probs
     # came out 4e-6 too high. Its sum adds in pairs.
     sample: Callable[..., tuple[Tensor, Tensor | None]] = Sampler.sample
@@ -267,10 +273,9 @@ def normalise_log_probs_again() -> None:
     Sampler.sample = sample_and_normalise
 
 
+@_on_cpus
 def normalise_in_a_kernel() -> None:
     """From now on a CPU computes RMS norms of float32 with vLLM's kernel, which adds the residual too."""
-    if not current_platform.is_cpu():
-        return
     # vLLM takes six operations of torch for each, a twelfth of the time of sampling with a small model.
     normalise = RMSNorm.forward_cpu
 
@@ -293,10 +298,9 @@ def normalise_in_a_kernel() -> None:
     RMSNorm.forward_cpu = forward_cpu
 
 
+@_on_cpus
 def take_the_first_blocks_again() -> None:
     """From now on a CPU takes blocks of keys and values from the first on when its cache of prefixes has been emptied."""
-    if not current_platform.is_cpu():
-        return
     # vLLM takes the block that was free longest, so that each step touches others, until all of the cache is in memory.
     reset = BlockPool.reset_prefix_cache
 
