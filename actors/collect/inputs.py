@@ -152,10 +152,10 @@ def load_episode_player(
 
 def _load_tokenizer(config: RLConfig | EpisodeConfig) -> Any:
     """The model's tokenizer, after checking that the model fits it, and the routes that are replayed."""
-    name = type(config).__name__
-    require_experts(f"{name}.router_replay", config.router_replay, config.model)
-    tokenizer = load_tokenizer(with_local_model(config).model)
-    require_known_end(f"{name}.model", config.model, tokenizer)
+    name, model = type(config).__name__, with_local_model(config).model
+    require_experts(f"{name}.router_replay", config.router_replay, model)
+    tokenizer = load_tokenizer(model)
+    require_known_end(f"{name}.model", model, tokenizer)
     return tokenizer
 
 
