@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -131,15 +131,17 @@ class MemoryBoundaries:
         return header.number
 
     @property
-    def is_making(self) -> bool:
-        return bool(self._asked)
+    def making(self) -> Set[int]:
+        """Keys of the models of which a state is being made."""
+        return self._asked.keys()
 
     def made(
-        self, infos: Sequence[RankInfo], timeout: float = 0.0, begun: Callable[[], float] = lambda: math.inf
+        self, infos: Sequence[RankInfo], timeout: float = 0.0, reached: Callable[[], float] = lambda: math.inf
     ) -> list[Boundary]:
         """Those that are complete since the last call, after ``timeout`` seconds at most.
 
-        ``begun`` tells which operation ranks have begun last: deaths in those before it are not counted.
+        ``reached`` tells how far ranks have come, by the number of an operation: those that have not come to a copy did not
+        die of it.
         """
         found, died, deadline = [], False, time.monotonic() + timeout
         for key, asked in list(self._asked.items()):
@@ -156,7 +158,7 @@ class MemoryBoundaries:
             try:
                 answers = ray.get(list(asked.refs))
             except RayError:
-                died = (not self._replace_holders(infos) and asked.number <= begun()) or died
+                died = (not self._replace_holders(infos) and asked.number <= reached()) or died
                 continue
             copies = _copies(asked, answers, len(infos))
             if all(copies):

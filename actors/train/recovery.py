@@ -190,10 +190,10 @@ class Recovery:
                 return
             deadline = time.monotonic() + _TAKE_SECONDS
             self._take_boundaries(_TAKE_SECONDS if self.wants_boundary else _NEAR_SECONDS)
-            # Another state is asked for when this one is there. Ranks lose nothing while they have a pass to compute.
-            while self._memory.is_making and self._begun() < self._number and time.monotonic() < deadline:
-                self._take_boundaries(_NEAR_SECONDS)
             wanted = {handle.key: handle for handle in (*handles, *self._memory.lost())}
+            # A model's next state is asked for when the last one is there. Ranks that have a pass to compute lose nothing.
+            while self._memory.making & wanted.keys() and self._reached() < self._number and time.monotonic() < deadline:
+                self._take_boundaries(_NEAR_SECONDS)
             for key, handle in wanted.items():
                 if not self._kept.is_saving(key) and not self._kept.has_gradients(key):
                     self._number = self._memory.make(handle, self.ranks) or self._number
@@ -310,7 +310,7 @@ class Recovery:
 
     def _finish_boundaries(self, memory: MemoryBoundaries) -> None:
         deadline = time.monotonic() + _MOVE_SECONDS
-        while memory.is_making and time.monotonic() < deadline:
+        while memory.making and time.monotonic() < deadline:
             self._take_boundaries(_LOOK_SECONDS)  # which also gives those up whose holder hangs
 
     def _lay_out(self, layout: Layout) -> None:
@@ -470,7 +470,7 @@ class Recovery:
     def _take_boundaries(self, timeout: float) -> None:
         """What is in memory by now need not run again."""
         assert self._memory is not None, "asked by those that have one"
-        for made in self._memory.made(self.ranks.infos, timeout, self._begun):
+        for made in self._memory.made(self.ranks.infos, timeout, self._reached):
             header = OperationHeader(made.number, "load_held_state")
             models = frozenset({made.handle.key})
             load = Kept(header, b"", None, "changes", models, None, (), self.ranks, answered=True, boundary=made)
@@ -509,8 +509,8 @@ class Recovery:
                 **error.details,
             ) from error
 
-    def _begun(self) -> float:
-        """The number of the operation that ranks have begun last, as far as the driver can tell."""
+    def _reached(self) -> float:
+        """The number of the first operation that ranks have not ended, as far as the driver can tell."""
         running = self._running()
         return math.inf if running is None else running.number
 

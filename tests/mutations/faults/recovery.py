@@ -416,7 +416,7 @@ FAULTS = [
     Fault(
         "deaths-in-passes-count-as-deaths-of-the-copy",
         "actors.train.memory_boundary:MemoryBoundaries.made",
-        "asked.number <= begun()",
+        "asked.number <= reached()",
         "True",
         ("test_ranks_that_die_before_they_come_to_the_copy_do_not_die_of_it",),
         "after two deaths no state would be kept in memory any more, and all steps since would run again at each death",
@@ -424,7 +424,7 @@ FAULTS = [
     Fault(
         "every-second-state-is-kept",
         "actors.train.recovery:Recovery.stepped",
-        "self._memory.is_making and self._begun() < self._number and time.monotonic() < deadline",
+        "self._memory.making & wanted.keys() and self._reached() < self._number and time.monotonic() < deadline",
         "False",
         ("test_a_state_is_asked_for_when_the_last_one_is_there_while_ranks_have_a_pass",),
         "of large models two steps would run again in place of one",
@@ -432,7 +432,7 @@ FAULTS = [
     Fault(
         "ranks-wait-for-their-state-to-be-kept",
         "actors.train.recovery:Recovery.stepped",
-        "self._begun() < self._number",
+        "self._reached() < self._number",
         "True",
         ("test_a_state_is_asked_for_when_the_last_one_is_there_while_ranks_have_a_pass",),
         "each step would wait for the copy on another node",

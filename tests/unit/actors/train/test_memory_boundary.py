@@ -287,9 +287,9 @@ def test_ranks_that_die_before_they_come_to_the_copy_do_not_die_of_it(
     monkeypatch.setattr(memory_boundary.ray, "wait", lambda refs, **_: (refs, []))
     monkeypatch.setattr(memory_boundary.ray, "get", lost)
     handle = HandleRef("group", 0, "policy", False, (0,), (0,))
-    for begun in (7.0, 8.0, math.inf, math.inf):
+    for reached in (7.0, 8.0, math.inf, math.inf):
         boundaries._asked[0] = memory_boundary._Asked(handle, 9, 0, [], ["an answer"])
-        assert not said and not boundaries.made([here], 0.0, lambda begun=begun: begun)
+        assert not said and not boundaries.made([here], 0.0, lambda reached=reached: reached)
     assert "ranks died 2 times before their state was in memory" in said[0]
 
 
@@ -300,11 +300,11 @@ def test_a_state_is_asked_for_when_the_last_one_is_there_while_ranks_have_a_pass
         """Is making a state until it has been asked ``looks`` times."""
 
         def __init__(self, looks: int) -> None:
-            self.looks, self.making = looks, list[bool]()
+            self.looks, self.asked_while_making = looks, list[bool]()
 
         @property
-        def is_making(self) -> bool:
-            return self.looks > 0
+        def making(self) -> set[int]:
+            return {policy.key, other} if self.looks > 0 else {other}
 
         def made(self, *_: Any) -> list[Any]:
             self.looks -= 1
@@ -314,7 +314,7 @@ def test_a_state_is_asked_for_when_the_last_one_is_there_while_ranks_have_a_pass
             return []
 
         def make(self, *_: Any) -> None:
-            self.making.append(self.is_making)
+            self.asked_while_making.append(policy.key in self.making)
 
         def forget(self, *_: Any) -> None: ...
 
@@ -324,12 +324,13 @@ def test_a_state_is_asked_for_when_the_last_one_is_there_while_ranks_have_a_pass
         policy = group.build_model(name="policy")
         recovery: Any = group._recovery
         recovery._memory.close()
+        other = policy.key + 1  # a model that takes no step
         earlier = recovery._number - 1
-        for begun, looks, making in ((earlier, 4, False), (earlier, 1, False), (math.inf, 4, True)):
+        for reached, looks, making in ((earlier, 4, False), (earlier, 1, False), (math.inf, 4, True)):
             recovery._memory = slow = Slow(looks)
-            monkeypatch.setattr(recovery, "_begun", lambda begun=begun: begun)
+            monkeypatch.setattr(recovery, "_reached", lambda reached=reached: reached)
             recovery.stepped([policy])
-            assert slow.making == [making], "ranks that have nothing else to do do not wait"
+            assert slow.asked_while_making == [making], "ranks that have nothing else to do do not wait"
 
 
 def test_memory_of_a_tenant_that_is_gone_is_freed(model: Path, holders: list[HolderHere]) -> None:
