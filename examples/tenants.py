@@ -44,7 +44,7 @@ from rl_backend.contracts import ConfigError, RLBackendError
 
 type UserName = Annotated[str, StringConstraints(pattern=r"^\w[\w.-]*$")]
 
-USER = RLConfig.option_set | OptionSet(preset={"run_dir": "runs/tenants", "lora.rank": 16})
+USER = RLConfig.option_set | OptionSet(preset={"run_dir": "runs/tenants", "lora.rank": 16, "lora.push": "adapter"})
 
 
 def check_user[C: RLConfig](self: C) -> C:

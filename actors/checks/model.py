@@ -4,12 +4,14 @@ import importlib.util
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from actors.checks.machine import is_on_cluster
 from actors.collect.stop_tokens import disagreement_of_ends
 from actors.options.config import RunModel
+from actors.options.policy_options import PolicyLoRA
 from actors.options.sampled_config import EpisodeConfig, RunConfig, SampledConfig
 from actors.rollout.config import more_than, positions_of
 from actors.train.model import require_known_end
@@ -87,11 +89,12 @@ def find_weights(config: RunConfig) -> str:
 
 
 def _require_mergeable(config: RunConfig, model: RunModel) -> None:
-    lora = config.lora
-    merging = {"push": "merged", "save_merged": True}
-    asked = [(name, value) for name, value in merging.items() if getattr(lora, name, None) == value]
-    at_one_end = lora.selects("model.embed_tokens", "embedding") or lora.selects("lm_head", "head")
-    if lora.rank and asked and at_one_end and model.head == "log_probs" and is_tied(read_hf_config(model.path)):
+    lora, asked = config.lora, list[tuple[str, Any]]()
+    if isinstance(lora, PolicyLoRA) and not config.pushes_adapters:
+        asked.append(("push", lora.push))
+    if lora.save_merged:
+        asked.append(("save_merged", True))
+    if lora.rank and asked and lora.at_one_end and model.head == "log_probs" and is_tied(read_hf_config(model.path)):
         raise ConfigError.of(
             f"{type(lora).__name__}.{asked[0][0]}",
             asked[0][1],

@@ -390,7 +390,7 @@ class TrainingOptions(BaseModel):
 
     @property
     def pushes_adapters(self) -> bool:
-        """Whether engines serve the policy as an adapter beside the weights of the frozen model."""
+        """Whether engines may serve the policy as an adapter beside the weights of the frozen model."""
         return False
 
     @property

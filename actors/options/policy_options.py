@@ -70,26 +70,35 @@ class PolicyLoRA(LoRAConfig):
         rank: of both factors; 0 trains whole models.
         save_merged: at the end also write the model with the adapter added, ``run_dir/<name>_merged``.
         push: what engines get after each step: the ``adapter`` alone, served beside the weights, or all weights with the
-            adapter added (``merged``), which also works where vLLM serves no adapters.
+            adapter added (``merged``). ``auto`` is the adapter on GPUs, and merged where vLLM does not serve it and on CPUs,
+            where sampling through an adapter takes longer than a push of all weights.
     """
 
     rank: int = Field(default=0, ge=0)
     save_merged: Annotated[bool, MAY_CHANGE] = False
-    push: Literal["adapter", "merged"] = "adapter"
+    push: Annotated[Literal["auto", "adapter", "merged"], MAY_CHANGE] = "auto"
 
     _has_effect = model_validator(mode="after")(_needs_a_rank)
 
     @model_validator(mode="after")
     def _can_be_served(self) -> Self:
-        if self.push == "adapter" and (self.rank > MAX_ADAPTER_RANK or self.use_dora):
-            field, problem = "push", "vLLM serves no adapters with DoRA;"
-            if self.rank > MAX_ADAPTER_RANK:
-                field, problem = (
-                    "rank",
-                    f"vLLM serves adapters of a rank of at most {MAX_ADAPTER_RANK}; use at most that, or",
-                )
-            raise ConfigError.of(f"PolicyLoRA.{field}", getattr(self, field), f"{problem} set lora.push to merged")
+        if self.push == "adapter" and (why := self._not_served):
+            raise ConfigError.of("PolicyLoRA.push", self.push, f"{why}; leave it out, or set it to merged")
         return self
+
+    @property
+    def _not_served(self) -> str:
+        """Why vLLM serves no such adapter; empty where it does."""
+        if self.use_dora:
+            return "vLLM serves no adapters with DoRA"
+        if self.rank > MAX_ADAPTER_RANK:
+            return f"vLLM serves adapters of a rank of at most {MAX_ADAPTER_RANK}, and lora.rank={self.rank}"
+        return ""
+
+    @property
+    def may_be_served(self) -> bool:
+        """Whether engines can be asked to serve it beside the weights."""
+        return self.rank > 0 and self.push != "merged" and not self._not_served
 
 
 def tenant_config(lora: LoRAConfig) -> LoRAConfig:

@@ -11,7 +11,7 @@ from actors.options.config import TRAINING, HeldOutSets, TrainingConfig, Trainin
 from actors.options.eval_sets import sets_by_name
 from actors.options.policy_options import PolicyLoRA
 from actors.rollout.config import RolloutConfig, SamplingConfig, fitting_lengths, positions_of, require_bounded
-from actors.rollout.placement import with_share
+from actors.rollout.placement import resolve_device, with_share
 from actors.sync.staged_transports import TransportName
 from actors.train.model import RouterReplayMode
 from rl_backend.algorithm.sequences import Truncated
@@ -189,7 +189,8 @@ class SampledOptions(BaseModel):
 
     @property
     def pushes_adapters(self) -> bool:
-        return bool(self.lora.rank) and self.lora.push == "adapter"
+        # Engines that sleep forget the model below an adapter.
+        return self.lora.may_be_served and not (self.colocate and self.lora.push == "auto")
 
     @property
     def batches_ahead(self) -> int:
@@ -223,7 +224,10 @@ class SampledOptions(BaseModel):
         return {}
 
     def rollout_config(self, share: ClusterShare) -> RolloutConfig:
-        return with_share(filled(self, "rollout"), share)
+        engines = with_share(filled(self, "rollout"), share)
+        if self.lora.push != "auto" or not self.pushes_adapters or self.lora.at_one_end or resolve_device(engines) != "cpu":
+            return engines
+        return engines.replace(max_adapters=0)
 
     def sampling_facts(self) -> list[str]:
         facts = [f"{self.num_engines} vLLM engine(s)"]
@@ -453,8 +457,7 @@ def _apart(config: SampledConfig) -> dict[str, str]:
     if config.max_staleness:
         wrong["max_staleness"] = "colocate=True: engines sleep while ranks train, so nothing is sampled ahead; use 0"
     if config.pushes_adapters:
-        problem = "colocate=True: engines that sleep forget the model below an adapter; use merged"
-        wrong["lora.push"] = problem
+        wrong["lora.push"] = "colocate=True: engines that sleep forget the model below an adapter; leave it out"
     if config.min_ranks:
         wrong["min_ranks"] = "colocate=True: ranks that are in host memory cannot get another layout; use 0"
     if config.training_groups > 1:

@@ -122,6 +122,11 @@ class Parts:
         return self._session.rollout
 
     @property
+    def serves_adapters(self) -> bool:
+        """Whether engines get the policy as an adapter beside the frozen model."""
+        return self._session.serves_adapters(self._config)
+
+    @property
     def peak_memory(self) -> int:
         return max(group.peak_memory for group in self.groups)
 
@@ -179,7 +184,7 @@ class Parts:
         self._policy = policy
         self._connection.close()
         rollout, enter = self.rollout, self._connection.enter_context
-        if policy.base is not None and self._config.pushes_adapters:
+        if policy.base is not None and self.serves_adapters:
             with self._phases.phase("push", "the frozen model's weights to the engines"):
                 enter(self._session.serving(policy.group, policy.base, transport))
             if self._borrowed:

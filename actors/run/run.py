@@ -333,12 +333,13 @@ class Run[C: RunConfig]:
         policy = next(iter(trained.values()))
         self._engines = self._stack.enter_context(EngineEvents(self._parts.rollout, self.label))
         self._parts.connect(policy, config.transport)
-        adapter = policy.handle.name if config.pushes_adapters else None
+        adapter = policy.handle.name if self._parts.serves_adapters else None
         source = self._stack.enter_context(open_source(self._parts.rollout, adapter))
         push, progress = self._parts.push, self.start.progress
         self._sampling = Sampling(config, inputs, source, push, self.folder, progress, began=self._began, label=self.label)
         pushed, results = self._sampling.begin(self.start.step, self._phases, first=self.start.checkpoint is None)
-        weights, turns = f"weights by {pushed.transport}", filter(None, [self._parts.colocation])
+        merged = "" if policy.base is None or adapter else " with the adapter added"
+        weights, turns = f"weights{merged} by {pushed.transport}", filter(None, [self._parts.colocation])
         known = [*facts, *self._chosen, weights, *turns, *faster_dtype(config), *self.start.describe()]
         say_facts(f"{self.label}{title}", known)
         self._sampling.begin_steps(results)

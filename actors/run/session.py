@@ -99,6 +99,12 @@ class Session:
             with shared.lock:
                 shared.runs -= 1
 
+    def serves_adapters(self, config: RunConfig) -> bool:
+        """Whether the policy of a run with ``config`` goes to the engines as an adapter beside the frozen model."""
+        if not config.pushes_adapters or self.rollout is None or not self.rollout.config.max_adapters:
+            return False
+        return self.rollout.config.max_adapter_rank >= config.lora.rank
+
     def forget_weights(self) -> None:
         """For a run that pushes all weights; refused while other runs push adapters."""
         with self._shared.lock:
@@ -126,7 +132,7 @@ class Session:
         lacks = [name for name in wanted | found if wanted.get(name) != found.get(name)]
         if asked is not None and engines is not None:
             # Engines may have more of these than the run needs.
-            adapters = ("max_adapters", "max_adapter_rank") if config.pushes_adapters else ()
+            adapters = ("max_adapters", "max_adapter_rank") if asked.max_adapters else ()
             for name in ("max_model_len", "load_tokenizer", *adapters):
                 wanted[name], found[name] = getattr(asked, name), getattr(engines, name)
                 if found[name] < wanted[name]:
@@ -245,7 +251,7 @@ def log_of_engines(folder: str | None) -> Iterator[None]:
 def borrowed_session(session: Session, config: RunConfig) -> Iterator[Session]:
     with raised_on_sigterm():
         session.require(config)
-        if not config.pushes_adapters:
+        if not session.serves_adapters(config):
             session.forget_weights()
         yield session
 

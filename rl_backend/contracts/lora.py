@@ -81,6 +81,11 @@ class LoRAConfig(BaseConfig):
     def selects(self, module: str, kind: LoRAKind) -> bool:
         return any(target == kind or f".{module}".endswith(f".{target}") for target in self.targets)
 
+    @property
+    def at_one_end(self) -> bool:
+        """Whether it adapts the embedding or the head, which may be one weight of the model."""
+        return self.selects("model.embed_tokens", "embedding") or self.selects("lm_head", "head")
+
 
 @dataclass(frozen=True)
 class LoRAInfo:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from rl_backend.contracts import TensorInfo, TensorPart, WeightShard
+from rl_backend.contracts import TensorInfo, TensorPart, WeightShard, dtype_from_name
 from rl_backend.runtime.bridge.engine.engine import BridgeEngine
 from rl_backend.weights.staging import require_covered
 from tests.support.bridge_runs import open_bridge
@@ -71,13 +71,15 @@ def test_ranks_send_what_they_hold(
     infos, parts = every[0].infos, every[0].parts
     require_covered(infos, parts)
     assert {info.name for info in infos} == stored.keys()
+    dtypes = {info.name: dtype_from_name(info.dtype) for info in infos}
     for rank, sent in enumerate(every):
         assert sent.parts == parts
         assert [str(shard) for shard in sent.shards] == [str(part) for part in parts if part.rank == rank]
         for shard in sent.shards:
             region = tuple(slice(at, at + size) for at, size in zip(shard.offset, shard.tensor.shape, strict=True))
             expected = stored[shard.name][region]
-            assert torch.equal(shard.tensor, expected if dtype is None else expected.to(shard.tensor.dtype)), str(shard)
+            assert shard.tensor.dtype == dtypes[shard.name], str(shard)
+            assert torch.equal(shard.tensor, expected.to(shard.tensor.dtype)), str(shard)
         assert name == "qwen3_5" or not sent.gathered
     bytes_by_rank = [sum(part.nbytes for part in parts if part.rank == rank) for rank in range(world_size)]
     assert sum(bytes_by_rank) == sum(info.nbytes for info in infos)

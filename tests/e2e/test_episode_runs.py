@@ -28,7 +28,7 @@ pytestmark = pytest.mark.long
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "ppo": {"algorithm": "ppo", "critic_lr": 1e-3, "kl_coef": 1e-3, "loss": {"loss_agg_mode": "seq-mean-token-mean"}},
-    "lora": {"lora": {"rank": 4}, "max_staleness": 1, "push_during_episodes": True},
+    "lora": {"lora": {"rank": 4, "push": "adapter"}, "max_staleness": 1, "push_during_episodes": True},
     "bridge": {"backend": "bridge", "kl_coef": 1e-3},
     "R2": {"router_replay": "R2"},
     "R3": {"router_replay": "R3"},

@@ -162,8 +162,9 @@ def test_ppo_trains_actor_and_critic_on_one_base(settings: dict[str, Any], sessi
 def test_merged_pushes_train_as_adapters_do(
     learned: tuple[RunResult, Path], demo_session: Session, settings: dict[str, Any], tmp_path: Path
 ) -> None:
-    changes = {"run_dir": str(tmp_path / "run"), "engines": 2, "lora.push": "merged", "kl_coef": 1e-3}
+    changes = {"run_dir": str(tmp_path / "run"), "engines": 2, "kl_coef": 1e-3}
     config = grpo.GRPOConfig(**settings | changes)
+    assert config.lora.push == "auto"
 
     def on_step(step: int, metrics: dict[str, float]) -> None:
         if step == 2:

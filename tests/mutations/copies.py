@@ -26,6 +26,8 @@ def copy_tree(target: Path) -> None:
         (target / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy2(ROOT / name, target / name)
     (target / ".venv").symlink_to(Path(sys.prefix))
+    if (ROOT / ".libraries").exists():
+        (target / ".libraries").symlink_to((ROOT / ".libraries").resolve())
     for package in ("rl_backend", "actors", "adapters", "examples", "benchmarks", "tests"):
         compileall.compile_dir(target / package, quiet=1, invalidation_mode=py_compile.PycInvalidationMode.CHECKED_HASH)
 

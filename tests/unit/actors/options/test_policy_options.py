@@ -41,8 +41,8 @@ def test_a_policys_loss_gets_the_options_that_were_given(options: dict[str, Any]
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"rank": 513}, r"PolicyLoRA\.rank=513: vLLM serves adapters of a rank of at most 512; .* set lora\.push to merged"),
-        ({"rank": 4, "use_dora": True}, r"PolicyLoRA\.push='adapter': vLLM serves no adapters with DoRA"),
+        ({"rank": 513, "push": "adapter"}, r"PolicyLoRA\.push='adapter': .* at most 512, and lora\.rank=513; leave it out"),
+        ({"rank": 4, "use_dora": True, "push": "adapter"}, r"PolicyLoRA\.push='adapter': vLLM serves no adapters with DoRA"),
         ({"dropout": 0.5, "alpha": 3.0}, r"PolicyLoRA\.alpha=3\.0: has no effect"),
     ],
 )  # fmt: skip
@@ -53,7 +53,8 @@ def test_adapters_that_engines_cannot_serve_are_refused(options: dict[str, Any],
 
 def test_adapters_of_the_largest_rank_are_served_and_larger_or_dora_ones_are_merged() -> None:
     assert config_of(lora={"rank": 512}).rollout.max_adapter_rank == 512
-    merged = config_of(lora={"rank": 600, "use_dora": True, "push": "merged"})
-    assert (merged.rollout.max_adapters, merged.rollout.max_adapter_rank) == (0, 16)
+    for larger in ({"rank": 513}, {"rank": 4, "use_dora": True}, {"rank": 600, "use_dora": True, "push": "merged"}):
+        merged = config_of(lora=larger)
+        assert (merged.rollout.max_adapters, merged.rollout.max_adapter_rank) == (0, 16)
     assert tenant_config(LoRAOptions(rank=3, alpha=5.0, save_merged=True)) == LoRAConfig(rank=3, alpha=5.0)
     assert LoRAOptions(alpha=LoRAConfig.model_fields["alpha"].default) == LoRAOptions(), "a default asks for nothing"

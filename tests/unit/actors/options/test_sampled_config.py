@@ -79,7 +79,10 @@ def config_of(**changes: Any) -> RLConfig:
             r"eval_dataset\['held'\]\.temperature=0: with .*; eval_dataset\['held'\]\.top_k=0: with",
         ),
         ({"colocate": True, "max_staleness": 1}, r"RLConfig\.max_staleness=1: colocate=True: .* nothing is sampled ahead"),
-        ({"colocate": True, "lora.rank": 2}, r"lora\.push='adapter': colocate=True: .* use merged"),
+        (
+            {"colocate": True, "lora.rank": 2, "lora.push": "adapter"},
+            r"lora\.push='adapter': colocate=True: .* leave it out",
+        ),
         ({"colocate": True, "save_every": 1, "min_ranks": 1, "ranks": 2}, r"min_ranks=1: colocate=True: .* use 0"),
     ],
     ids=str,
@@ -103,6 +106,7 @@ def test_options_that_do_not_go_together_are_refused_by_name(changes: dict[str, 
         {"save_every": 1, "keep_checkpoints": 0, "async_save": False},
         MASKS | {"top_k": 5, "eval_dataset": {"held": {"path": "x", "temperature": 1.0, "top_k": 9}}},
         {"colocate": True, "lora.rank": 2, "lora.push": "merged", "engines": 2},
+        {"colocate": True, "lora.rank": 2},
     ],
     ids=str,
 )
@@ -144,6 +148,31 @@ def test_sizes_of_a_step_follow_from_one_another() -> None:
     of_a_set = {"a": {"path": "a"}, "b": {"path": "b", "stop_strings": ["y"], "max_new_tokens": 700}}
     assert config_of(eval_dataset=of_a_set).stops_at_strings
     assert config_of(eval_dataset=of_a_set).longest_sampled == 512 + 700
+
+
+@pytest.mark.parametrize(
+    ("changes", "on_cpus", "on_gpus"),
+    [
+        ({}, 0, 1),
+        ({"lora.push": "adapter"}, 1, 1),
+        ({"lora.push": "merged"}, 0, 0),
+        ({"colocate": True}, 0, 0),
+        ({"lora.use_dora": True}, 0, 0),
+        # Of a tied model merged weights could not be those of one end alone.
+        ({"lora.targets": ["attention", "head"]}, 1, 1),
+        ({"lora.targets": ["embed_tokens"]}, 1, 1),
+        ({"rollout.device": "cpu"}, 0, 0),
+        ({"lora.rank": 0}, 0, 0),
+    ],
+    ids=str,
+)
+def test_adapters_are_merged_into_the_weights_of_engines_on_cpus(
+    monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], on_cpus: int, on_gpus: int
+) -> None:
+    for gpus, expected in ((0, on_cpus), (2, on_gpus)):
+        monkeypatch.setattr(ray, "cluster_resources", lambda gpus=gpus: {"GPU": gpus} if gpus else {})
+        engines = config_of(**{"lora.rank": 4, "dtype": "float32", **changes}).rollout_config(ClusterShare(1, 1, 0))
+        assert engines.max_adapters == expected, gpus
 
 
 def test_every_batch_has_the_temperature_and_whether_its_entropy_is_trained_or_told() -> None:

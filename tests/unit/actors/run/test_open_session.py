@@ -187,10 +187,14 @@ def session_of(config: Any, **engines: Any) -> Session:
         ({"engine_args": {"x": 1}}, {}, r"rollout\.engine_args=\{'x': 1\}.*asks for rollout\.engine_args=\{\}"),
         ({"seed": 4}, {}, r"rollout\.seed=4"),
         ({}, {"max_response_tokens": 513}, r"max_model_len=1024.*asks for max_model_len=1025"),
-        ({"max_adapters": 0}, {"lora.rank": 8}, r"^session='max_adapters=0': the run asks for max_adapters=1; open one"),
+        (
+            {"max_adapters": 0},
+            {"lora.rank": 8, "lora.push": "adapter"},
+            r"^session='max_adapters=0': the run asks for max_adapters=1; open one",
+        ),
         (
             {"max_adapters": 2, "max_adapter_rank": 7},
-            {"lora.rank": 8},
+            {"lora.rank": 8, "lora.push": "adapter"},
             r"max_adapter_rank=7': the run asks for max_adapter_rank=8",
         ),
         (
@@ -217,6 +221,9 @@ def test_a_session_of_other_engines_or_ranks_is_refused(
     [
         ({"max_model_len": 1024, "load_tokenizer": True}, {}),
         ({"max_adapters": 3, "max_adapter_rank": 8}, {"lora.rank": 8}),
+        ({"max_adapters": 3, "max_adapter_rank": 7}, {"lora.rank": 8}),
+        ({"max_adapters": 0, "max_adapter_rank": 8}, {"lora.rank": 8}),
+        ({"max_adapters": 1, "max_adapter_rank": 8}, {"lora.rank": 8, "lora.push": "adapter"}),
         ({"placement": "spread", "cores_per_engine": 2, "max_model_len": 5000}, {"max_response_tokens": 500}),
         ({"max_adapters": 0, "max_adapter_rank": 7}, {"lora.rank": 8, "lora.push": "merged"}),
     ],
@@ -228,5 +235,5 @@ def test_a_session_with_more_than_a_run_needs_is_lent(monkeypatch: pytest.Monkey
     session = session_of(config, **engines)
     with borrowed_session(session, config.replace(**changes)) as lent:
         assert lent is session
-    pushes_adapters = changes.get("lora.rank") and "lora.push" not in changes
-    assert session.rollout.forgotten == (0 if pushes_adapters else 1)  # type: ignore[union-attr]
+    serves_it = changes.get("lora.push") != "merged" and engines.get("max_adapters") and engines["max_adapter_rank"] >= 8
+    assert session.rollout.forgotten == (0 if serves_it else 1)  # type: ignore[union-attr]

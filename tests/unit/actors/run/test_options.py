@@ -132,7 +132,10 @@ def test_a_flag_of_a_dictionary_replaces_that_of_a_file_and_several_flags_add_up
             "--metrics-to='wanb': cannot be imported (No module named 'wanb'); give package.module:Class, or one of ",
         ),
         (("--tp", "2"), "--ranks=1: world size 1 is not a multiple of tp*pp*cp = 2*1*1 = 2; use 2 ranks"),
-        (("--lora.rank", "1000"), "--lora.rank=1000: vLLM serves adapters of a rank of at most 512; use at most that, or"),
+        (
+            ("--lora.rank", "1000", "--lora.push", "adapter"),
+            "--lora.push='adapter': vLLM serves adapters of a rank of at most 512, and lora.rank=1000; leave it out",
+        ),
         (("--lr",), "argument --lr/--train.backend_cfg.optimizer.lr: expected one argument; see "),
         (("--trace=1",), "argument --trace/--no-trace: ignored explicit argument '1'; see "),
         (("--rollout.cores", "1,2"), '--rollout.cores.0="1": input should be a valid tuple'),
@@ -288,8 +291,9 @@ def test_the_demos_options_go_to_both_of_its_runs(tmp_path: Path) -> None:
 
 
 @pytest.mark.shows("options: --lora.rank trains adapters over a frozen model, which engines serve as adapters or merged")
-def test_options_of_adapters_decide_what_engines_serve() -> None:
-    config = read("--lora.rank", "40", "--lora.targets", "q_proj,v_proj", "--seed", "3")
+def test_options_of_adapters_decide_what_engines_serve(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ray, "cluster_resources", dict)
+    config = read("--lora.rank", "40", "--lora.targets", "q_proj,v_proj", "--seed", "3", "--lora.push", "adapter")
     adapter = tenant_config(filled(config, "lora"))
     assert (adapter.rank, adapter.targets, adapter.seed) == (40, ("q_proj", "v_proj"), 3)
     engines = config.rollout_config(ClusterShare(1, 1, 0))
@@ -315,7 +319,10 @@ def test_options_of_adapters_decide_what_engines_serve() -> None:
     [
         (("--lora.alpha", "8"), "--lora.alpha=8.0: has no effect: rank=0 trains whole models; set lora.rank too"),
         (("--lora.push", "merged"), "--lora.push='merged': has no effect: rank=0 trains whole models"),
-        (("--lora.rank", "8", "--lora.use_dora"), "--lora.push='adapter': vLLM serves no adapters with DoRA"),
+        (
+            ("--lora.rank", "8", "--lora.use_dora", "--lora.push", "adapter"),
+            "--lora.push='adapter': vLLM serves no adapters with DoRA",
+        ),
         (("--lora.save_merged",), "--lora.save_merged=True: has no effect"),
         (("--lora.rank", "-1"), '--lora.rank="-1": input should be greater than or equal to 0'),
         (("--lora.rank", "8", "--rollout.max_adapters", "3"), "--rollout.max_adapters=3: follows from lora.rank"),

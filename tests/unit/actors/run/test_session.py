@@ -94,7 +94,7 @@ def test_runs_of_adapters_share_a_session_and_the_weights_below_them(monkeypatch
             pass
 
     monkeypatch.setattr("actors.run.session.WeightSync", Sync)
-    many = GRPOConfig(**OPTIONS, reward="r", **{"lora.rank": 64})
+    many = GRPOConfig(**OPTIONS, reward="r", **{"lora.rank": 64, "lora.push": "adapter"})
     plain = GRPOConfig(**OPTIONS, reward="r")
     engines: Any = Engines(many.rollout_config(ClusterShare(1, 1, 0)))
     built: list[str] = []
@@ -108,10 +108,10 @@ def test_runs_of_adapters_share_a_session_and_the_weights_below_them(monkeypatch
 
     group: Any = Group()
     session = Session([group], engines)
-    session.require(GRPOConfig(**OPTIONS, reward="r", **{"lora.rank": 4}))
+    session.require(GRPOConfig(**OPTIONS, reward="r", **{"lora.rank": 4, "lora.push": "adapter"}))
     session.require(plain)
     with pytest.raises(ConfigError, match=r"max_adapter_rank=64.*asks for max_adapter_rank=128"):
-        session.require(GRPOConfig(**OPTIONS, reward="r", **{"lora.rank": 128}))
+        session.require(GRPOConfig(**OPTIONS, reward="r", **{"lora.rank": 128, "lora.push": "adapter"}))
     base, other = session.base(group, "m"), session.base(group, "n")
     assert session.base(group, "m") is base and built == ["m", "n"]
     with session.serving(group, base, "auto"):
