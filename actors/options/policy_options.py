@@ -70,8 +70,8 @@ class PolicyLoRA(LoRAConfig):
         rank: of both factors; 0 trains whole models.
         save_merged: at the end also write the model with the adapter added, ``run_dir/<name>_merged``.
         push: what engines get after each step: the ``adapter`` alone, served beside the weights, or all weights with the
-            adapter added (``merged``). ``auto`` is the adapter on GPUs, and merged where vLLM does not serve it and on CPUs,
-            where sampling through an adapter takes longer than a push of all weights.
+            adapter added (``merged``). ``auto`` is merged where vLLM does not serve the adapter, and in float32 on CPUs,
+            where sampling through it takes longer than a push of all weights; else the adapter.
     """
 
     rank: int = Field(default=0, ge=0)

@@ -225,9 +225,11 @@ class SampledOptions(BaseModel):
 
     def rollout_config(self, share: ClusterShare) -> RolloutConfig:
         engines = with_share(filled(self, "rollout"), share)
-        if self.lora.push != "auto" or not self.pushes_adapters or self.lora.at_one_end or resolve_device(engines) != "cpu":
+        if self.lora.push != "auto" or not self.pushes_adapters or self.lora.at_one_end:
             return engines
-        return engines.replace(max_adapters=0)
+        # In bfloat16 small changes of an adapter would be lost in the rounding of the weights.
+        merges = resolve_device(engines) == "cpu" and engines.dtype == "float32"
+        return engines.replace(max_adapters=0) if merges else engines
 
     def sampling_facts(self) -> list[str]:
         facts = [f"{self.num_engines} vLLM engine(s)"]

@@ -162,6 +162,7 @@ def test_sizes_of_a_step_follow_from_one_another() -> None:
         ({"lora.targets": ["attention", "head"]}, 1, 1),
         ({"lora.targets": ["embed_tokens"]}, 1, 1),
         ({"rollout.device": "cpu"}, 0, 0),
+        ({"rollout.device": "cpu", "dtype": "bfloat16"}, 1, 1),
         ({"lora.rank": 0}, 0, 0),
     ],
     ids=str,
