@@ -19,7 +19,7 @@ from examples.demo.task import has_carry
 from rl_backend.checkpoint.peft_files import read_peft_directory
 from tests.support.runs import of_the_run
 
-STEPS = 60
+STEPS = 80
 LORA = {"lora.rank": 16, "lora.alpha": 32.0, "lr": 3e-3, "trace": False}
 
 
@@ -59,8 +59,8 @@ def settings(task: Path, warm_model: Path) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def two_users(settings: dict[str, Any], careless: Path, tmp_path_factory: pytest.TempPathFactory) -> tenants.TenantsConfig:
     of_second = {"dataset": str(careless / "train.jsonl"), "eval_dataset": str(careless / "held_out.jsonl")}
-    changes = {"run_dir": str(tmp_path_factory.mktemp("users")), "steps": 30, "lr_decay_style": "constant"}
-    users = {"careful": {}, "careless": {**of_second, "lora": {"rank": 8, "alpha": 16.0}, "lr": 6e-3, "steps": 40}}
+    changes = {"run_dir": str(tmp_path_factory.mktemp("users")), "steps": 50, "lr_decay_style": "constant"}
+    users = {"careful": {}, "careless": {**of_second, "lora": {"rank": 8, "alpha": 16.0}, "lr": 6e-3, "steps": 60}}
     return tenants.TenantsConfig(**{**settings, **changes, "users": users})
 
 

@@ -402,7 +402,7 @@ def test_answers_of_a_sampler_are_told_in_their_order_to_each_of_its_clients(
     assert told(2, 0)[0] == [(other, "finished")] and told(0, cursor, wait=0)[0] == []
     # A request that nobody waits for any more does not sample on.
     gate = threading.Event()
-    monkeypatch.setattr(TorchEngine, "generate", lambda *_: gate.wait(30))
+    monkeypatch.setattr(TorchEngine, "generate", lambda *_: gate.wait(90))
     long = sample(2)
     assert post("cancel_future", request_id=long).status_code == 204
     assert "cancelled" in post("retrieve_future", request_id=long).json()["error"]
