@@ -509,7 +509,7 @@ FAULTS = [
         "actors.rollout.vllm.reads:box_of",
         "return box if same else None",
         "return box",
-        ("test_views_of_a_stand_in_are_those_of_the_whole_tensor",),
+        ("test_elements_that_are_no_rectangle_have_none",),
         "a worker would be sent other elements than its loader reads",
     ),
     Fault(

@@ -139,7 +139,7 @@ def test_failures_are_compared_of_the_tenants_that_have_a_loss_as_others_may_be_
 
 def test_dropout_is_drawn_once_for_each_run_of_a_tenant_that_has_it_and_trains() -> None:
     wet, dry, still = tenant(4, "a", dropout=0.1, draws=7), tenant(9, "b"), tenant(5, "c", dropout=0.1, training=False)
-    data = [batch([4, -1, 4, 9], [1, 1, 1, 1]), batch([9, 5], [1, 1]), batch([4], [1])]
+    data = [batch([4, -1, 4, 9], [1, 1, 1, 1]), batch([9, 5], [1, 1]), batch([4], [1]), batch([4], [1])]
     for trains in (True, False):
         tenants = passing(wet, dry, still, trains=trains)
         assert not tenants.begun
@@ -149,9 +149,9 @@ def test_dropout_is_drawn_once_for_each_run_of_a_tenant_that_has_it_and_trains()
             [run.draw for run in tenants.runs(index, each, [1] * each.num_sequences)] for index, each in enumerate(data)
         ]
         # Run r of pass 7 on rank 1 of 3 has a draw that no other rank, no other run and no other pass has.
-        first, second, third = (3 * (7 * 2**20 + run) + 1 for run in range(3))
-        drawn = [[first, second, None], [None, None], [third]]
-        assert draws == (drawn if trains else [[None] * 3, [None] * 2, [None]])
+        first, second, third, fourth = (3 * (7 * 2**20 + run) + 1 for run in range(4))
+        drawn = [[first, second, None], [None, None], [third], [fourth]]
+        assert draws == (drawn if trains else [[None] * 3, [None] * 2, [None], [None]])
         assert [each.rows.num_draws for each in (wet, dry, still)] == [8, 0, 0]
         assert [each.optimizer.expected for each in (wet, dry, still)] == [1, 1, 1]
 

@@ -144,6 +144,24 @@ def test_views_of_a_stand_in_are_those_of_the_whole_tensor(seed: int, inference:
         assert sorted(whole[tuple(slice(*edges) for edges in box)].flatten().tolist()) == sorted(expected.flatten().tolist())
 
 
+@pytest.mark.parametrize(
+    ("view", "box"),
+    [
+        (lambda t: t[1:3, 2:], ((1, 3), (2, 4))),
+        (lambda t: t[2:4].reshape(-1), ((2, 4), (0, 4))),
+        (lambda t: t.t()[1], ((0, 6), (1, 2))),
+        # From the middle of a row to the middle of the next one, and every second row.
+        (lambda t: t.reshape(-1)[2:7], None),
+        (lambda t: t[::2], None),
+        (lambda t: t[:, ::3], None),
+    ],
+)
+def test_elements_that_are_no_rectangle_have_none(
+    view: Callable[[Tensor], Tensor], box: tuple[tuple[int, int], ...] | None
+) -> None:
+    assert box_of(view(torch.empty(6, 4, device="meta")), (6, 4)) == box
+
+
 def test_what_a_worker_was_not_sent_is_refused() -> None:
     stand_in = StandIn(HeldElements("w", (4, 4), {(0, 0): torch.ones(2, 4)}), torch.empty(4, 4, device="meta"))
     assert torch.equal(torch.zeros(2, 2).copy_(stand_in[:2, 1:3]), torch.ones(2, 2))
