@@ -344,4 +344,28 @@ FAULTS = [
         ("test_a_tenant_that_is_removed_is_refused_before_engines_drop_it_and_leaves_nothing",),
         "another tenant could not have the name of one that was removed",
     ),
+    Fault(
+        "adapters-merged-on-gpus",
+        "actors.options.sampled_config:SampledOptions.rollout_config",
+        'resolve_device(engines) == "cpu" and engines.dtype == "float32"',
+        'engines.dtype == "float32"',
+        ("test_adapters_are_merged_into_the_weights_of_engines_on_cpus",),
+        "engines on GPUs would get all weights after each step",
+    ),
+    Fault(
+        "changes-of-adapters-rounded-away",
+        "actors.options.sampled_config:SampledOptions.rollout_config",
+        'resolve_device(engines) == "cpu" and engines.dtype == "float32"',
+        'resolve_device(engines) == "cpu"',
+        ("test_adapters_are_merged_into_the_weights_of_engines_on_cpus",),
+        "engines in bfloat16 would sample without the smaller changes of an adapter",
+    ),
+    Fault(
+        "a-session-of-small-adapters-serves-larger-ones",
+        "actors.run.session:Session.serves_adapters",
+        "return self.rollout.config.max_adapter_rank >= config.lora.rank",
+        "return True",
+        ("test_a_session_with_more_than_a_run_needs_is_lent",),
+        "a run on an open session would fail at its first push",
+    ),
 ]
