@@ -247,3 +247,11 @@ def test_ids_of_special_and_of_all_tokens() -> None:
     special = special_token_ids(tokenizer)
     assert {tokenizer.convert_tokens_to_ids(each) for each in ("<s>", "</s>", "<|end|>")} <= special and word not in special
     assert known_token_ids(tokenizer) == frozenset(range(len(tokenizer)))
+
+
+def test_the_end_of_a_turn_is_that_of_the_answer_and_not_of_a_question_with_its_words() -> None:
+    ends = "{{ '<|eot_id|>' if m.role == 'user' else '<|im_end|>' }}"
+    by_role = "{% for m in messages %}{{ m.content }}" + ends + "{% endfor %}"
+    tokenizer = chat_tokenizer(by_role)
+    found = ChatTemplate(tokenizer).turn_end([{"role": "user", "content": "The answer is 4."}])
+    assert found == tokenizer.convert_tokens_to_ids("<|im_end|>")

@@ -115,3 +115,12 @@ def test_dropout_drops_its_share_and_keeps_the_mean(dropout: float) -> None:
     assert float((kept == 0).float().mean()) == pytest.approx(dropout, abs=0.02)
     assert float(kept.mean()) == pytest.approx(2.0, rel=0.15)
     torch.testing.assert_close(kept[kept != 0].unique(), torch.tensor([2.0 / (1 - dropout)]))
+
+
+def test_dropout_of_any_seed_and_dtype_is_told_by_module_and_draw() -> None:
+    ones = torch.ones(ROWS, INPUTS)
+    masks = [dropped(ones, draw, factors(0.5, seed)) for seed, draw in ((2**62, 1), (2**62, 2), (2**62 + 1, 1), (5, 2**40))]
+    assert all(not torch.equal(one, other) for place, one in enumerate(masks) for other in masks[:place])
+    assert torch.equal(dropped(ones, 1, factors(0.5, 2**62)), masks[0])
+    half = dropped(ones.bfloat16(), 1, factors(0.5, 2**62))
+    assert half.dtype == torch.bfloat16 and torch.equal(half.float(), masks[0])

@@ -135,3 +135,9 @@ def test_inputs_and_sinks_stay_as_they_are() -> None:
     packed_attention(q, k, v, segments_of(lengths), 2, sinks)
     assert all(torch.equal(*pair) for pair in zip((q, k, v), before, strict=True)) and sinks.tolist() == [0.5, -1.0]
     assert Segments.of_sequences(torch.tensor([0, 5]), [5]).query_lens == (5,)
+
+
+@pytest.mark.parametrize("window", [None, 1, 2, 5, 9])
+def test_a_sequence_has_a_score_for_each_key_that_each_query_sees(window: int | None) -> None:
+    for keys in range(8):
+        assert attention._pairs(keys, window) == sum(min(place + 1, window or 99) for place in range(keys))
