@@ -155,3 +155,9 @@ def test_a_task_is_known_by_its_name_or_by_what_a_row_says_and_the_row_stays_as_
     before = dict(row)
     for score in (compute_score, score_last_number):
         assert score("a file", "12", "12", row) == 1.0 and row == before
+
+
+def test_an_option_without_a_value_is_refused_and_not_left_out() -> None:
+    gym()
+    with pytest.raises(ConfigError, match="chain_sum refuses its options: "):
+        open_rows("gym:chain_sum?max_terms=")
