@@ -8,6 +8,7 @@ import re
 import sys
 import threading
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -248,3 +249,18 @@ def test_a_function_has_a_thread_of_its_own_that_ends_with_it() -> None:
     assert not found.is_alive()
     raised = in_thread(lambda: wrong_index(7)).result(5)
     assert isinstance(raised, Raised) and isinstance(raised.error, KeyboardInterrupt) and raised.error.args == (7,)
+
+
+def test_files_of_one_name_in_two_folders_are_two_modules(tmp_path: Path) -> None:
+    modules = []
+    for folder in ("a", "b"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "mine.py").write_text(f"folder = {folder!r}\n")
+        modules.append(module_at(str(tmp_path / folder / "mine.py")))
+    assert [module.folder for module in modules] == ["a", "b"]
+    assert all(sys.modules[module.__name__] is module for module in modules)
+    assert [location_of(module) for module in modules] == [str(tmp_path / folder / "mine.py") for folder in "ab"]
+    program = ModuleType("__main__")
+    assert location_of(program) is None, "of a prompt of Python's"
+    program.__file__ = "/somewhere/train.py"
+    assert location_of(program) == "/somewhere/train.py"

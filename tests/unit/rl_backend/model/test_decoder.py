@@ -23,7 +23,7 @@ from rl_backend.primitive.adapters import AdapterRun, OwnHead
 from rl_backend.primitive.attention import Segments
 from rl_backend.primitive.norm import NormSpec
 from rl_backend.primitive.rope import Rotary, Rotations
-from rl_backend.primitive.router import RouterSettings
+from rl_backend.primitive.router import RouterSettings, RowSequences
 
 LENGTHS, VOCABULARY, HIDDEN = (3, 5, 1), 13, 8
 TOTAL = sum(LENGTHS)
@@ -352,3 +352,18 @@ def test_the_scale_of_embeddings_is_rounded_to_their_dtype(layer_dtype: torch.dt
     assert found.dtype == torch.bfloat16
     assert torch.equal(found, (weight.bfloat16().float() * 45.25).bfloat16())
     assert not torch.equal(found, (weight.bfloat16().float() * 45.37).bfloat16()), "it makes a difference"
+
+
+def test_the_router_of_second_tokens_knows_their_padding_and_sequences() -> None:
+    mtp = replace(MTP, layer=LayerSpec(ATTENTION, MIXTURE))
+    model, inputs = model_of(spec_of(mtp=mtp, layers=LAYERS[:1])), inputs_of(router_loss_weight=0.25)
+    padding, of_rows = torch.zeros(TOTAL, dtype=torch.bool), RowSequences(torch.arange(TOTAL) % 3, 3)
+    second = SecondTokens(inputs.labels, second_labels(inputs.labels), 3, inputs.position_ids, inputs.segments)
+    seen: list[RouterInput] = []
+    assert model.mtp is not None
+    layer: Any = model.mtp.layer
+    layer.mlp.register_forward_pre_hook(lambda _, args: seen.append(args[1]))
+    run(model, inputs._replace(second=second._replace(padding=padding, sequences=of_rows)))
+    (router,) = seen
+    assert router.padding is padding and router.sequences is of_rows
+    assert (router.loss_weight, router.experts, layer.place) == (0.25, None, 0)

@@ -124,3 +124,13 @@ def test_dropout_of_any_seed_and_dtype_is_told_by_module_and_draw() -> None:
     assert torch.equal(dropped(ones, 1, factors(0.5, 2**62)), masks[0])
     half = dropped(ones.bfloat16(), 1, factors(0.5, 2**62))
     assert half.dtype == torch.bfloat16 and torch.equal(half.float(), masks[0])
+
+
+def test_owners_of_experts_are_in_the_order_of_their_numbers_on_every_rank() -> None:
+    modules = {9: {"second": factors()}, 7: {"first": factors()}}
+    with adapters_at_work(
+        [AdapterRun(0, 5, {}, draw=3, key=9, of_experts=modules), AdapterRun(5, 8, {}, key=7, of_experts=modules)]
+    ):
+        owners = row_owners(8, TokenShare(), torch.device("cpu"))
+    assert owners is not None and list(owners.keys) == [7, 9] and list(owners.modules) == [modules[7], modules[9]]
+    assert owners.of_rows.tolist() == [1] * 5 + [0] * 3 and list(owners.draws) == [-1, 3]

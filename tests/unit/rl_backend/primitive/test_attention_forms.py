@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from rl_backend.primitive import attention
 from rl_backend.primitive.attention import Segments, packed_attention
@@ -141,3 +142,24 @@ def test_inputs_and_sinks_stay_as_they_are() -> None:
 def test_a_sequence_has_a_score_for_each_key_that_each_query_sees(window: int | None) -> None:
     for keys in range(8):
         assert attention._pairs(keys, window) == sum(min(place + 1, window or 99) for place in range(keys))
+
+
+@pytest.mark.parametrize("window", [None, 3])
+def test_a_plan_counts_the_products_of_scores_and_of_their_gradients(
+    monkeypatch: pytest.MonkeyPatch, window: int | None
+) -> None:
+    class Noted(TorchDispatchMode):
+        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if "attend_on_meta" in str(function):
+                counted.append(args[2])
+            return function(*args, **(kwargs or {}))
+
+    counted: list[int] = []
+    monkeypatch.setattr(attention, "_count", lambda like, products: counted.append(products))
+    query, key, value = (each.detach().to("meta").requires_grad_() for each in draw(6, 2, 4, 7))
+    with Noted():
+        packed_attention(query, key, value, segments_of(LENGTHS), window).sum().backward()
+    lengths = zip(LENGTHS.queries, LENGTHS.keys, strict=True)
+    scores = 6 * sum(min(place + 1, window or 99) for own, keys in lengths for place in range(keys - own, keys))
+    # Scores and what they weigh; then scores again, and gradients of scores, weights, queries, keys and values.
+    assert counted == [scores * (4 + 7), scores * (3 * 4 + 2 * 7)]
