@@ -23,6 +23,7 @@ from rl_backend.data.chat_template import (
     template_variables,
     tool_name,
 )
+from rl_backend.data.sft import conversation_tokens
 from tests.support.chat_templates import CHATML, LLAMA, MARKED, chat_tokenizer
 
 ASKED = [{"role": "user", "content": "2+2?"}]
@@ -255,3 +256,26 @@ def test_the_end_of_a_turn_is_that_of_the_answer_and_not_of_a_question_with_its_
     tokenizer = chat_tokenizer(by_role)
     found = ChatTemplate(tokenizer).turn_end([{"role": "user", "content": "The answer is 4."}])
     assert found == tokenizer.convert_tokens_to_ids("<|im_end|>")
+
+
+def test_a_text_of_a_template_gets_nothing_that_the_tokenizer_puts_around_texts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Llama's tokenizers put their begin-of-text token before every text, and its template has written it already."""
+    tokenizer = chat_tokenizer(LLAMA)
+    plain, question = tokenizer.encode, [{"role": "user", "content": "2+2?"}]
+    turns = [*question, {"role": "assistant", "content": "4"}]
+
+    def found() -> tuple[list[int], int | None, list[int], list[bool]]:
+        (trained,) = conversation_tokens(turns, tokenizer)
+        end = ChatTemplate(tokenizer).turn_end(question)
+        return encode_messages(question, tokenizer), end, trained.token_ids, trained.trained
+
+    expected = found()
+    around = tokenizer.bos_token_id, tokenizer.eos_token_id
+
+    def with_special_tokens(text: str, add_special_tokens: bool = True) -> list[int]:
+        own: list[int] = plain(text, add_special_tokens=False)
+        return [around[0], *own, around[1]] if add_special_tokens else own
+
+    monkeypatch.setattr(tokenizer, "encode", with_special_tokens)
+    assert tokenizer.encode("a")[0] == tokenizer.bos_token_id and found() == expected
+    assert expected[0].count(tokenizer.bos_token_id) == 1

@@ -274,3 +274,20 @@ def test_a_call_that_fails_again_is_judged_by_the_last_one() -> None:
     results[:] = ["text", 5.0]
     (score,) = scorer.score(calls("a"))
     assert score.value == 0.0 and results == [5.0], "what returned no number is not called again"
+
+
+def test_batches_that_are_scored_at_one_time_share_a_loop_and_its_limit(opened: ExitStack) -> None:
+    running: list[str] = []
+    most: list[int] = []
+
+    async def waits(solution_str: str, **_: Any) -> float:
+        running.append(solution_str)
+        most.append(len(running))
+        await asyncio.sleep(0.01)
+        running.remove(solution_str)
+        return len(solution_str)
+
+    scorer = opened.enter_context(of(waits, concurrency=2))
+    first, second = scorer.begin(calls("a", "bb", "ccc")), scorer.begin(calls("dddd", "eeeee"))
+    assert [score.value for score in second.result()] == [4, 5] and [score.value for score in first.result()] == [1, 2, 3]
+    assert max(most) == 2

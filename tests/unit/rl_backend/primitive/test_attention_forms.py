@@ -163,3 +163,11 @@ def test_a_plan_counts_the_products_of_scores_and_of_their_gradients(
     scores = 6 * sum(min(place + 1, window or 99) for own, keys in lengths for place in range(keys - own, keys))
     # Scores and what they weigh; then scores again, and gradients of scores, weights, queries, keys and values.
     assert counted == [scores * (4 + 7), scores * (3 * 4 + 2 * 7)]
+
+
+def test_some_segments_begin_where_those_before_them_end() -> None:
+    some = segments_of(LENGTHS).some([3, 1])
+    assert (some.query_lens, some.key_lens) == ((70, 1), (90, 6)) and some.key_index is None and some.tree is None
+    assert some.cu_queries.tolist() == [0, 70, 71] and some.cu_keys.tolist() == [0, 90, 96]
+    # What kernels take.
+    assert some.cu_queries.dtype == some.cu_keys.dtype == torch.int32
