@@ -24,7 +24,7 @@ from rl_backend.data.chat_template import (
     tool_name,
 )
 from rl_backend.data.sft import conversation_tokens
-from tests.support.chat_templates import CHATML, LLAMA, MARKED, chat_tokenizer
+from tests.support.chat_templates import CHATML, LLAMA, MARKED, PHI, chat_tokenizer
 
 ASKED = [{"role": "user", "content": "2+2?"}]
 CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
@@ -258,9 +258,12 @@ def test_the_end_of_a_turn_is_that_of_the_answer_and_not_of_a_question_with_its_
     assert found == tokenizer.convert_tokens_to_ids("<|im_end|>")
 
 
-def test_a_text_of_a_template_gets_nothing_that_the_tokenizer_puts_around_texts(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("template", "begins"), [(LLAMA, 1), (PHI, 0)], ids=["llama", "phi"])
+def test_a_text_of_a_template_gets_nothing_that_the_tokenizer_puts_around_texts(
+    monkeypatch: pytest.MonkeyPatch, template: str, begins: int
+) -> None:
     """Llama's tokenizers put their begin-of-text token before every text, and its template has written it already."""
-    tokenizer = chat_tokenizer(LLAMA)
+    tokenizer = chat_tokenizer(template)
     plain, question = tokenizer.encode, [{"role": "user", "content": "2+2?"}]
     turns = [*question, {"role": "assistant", "content": "4"}]
 
@@ -278,4 +281,4 @@ def test_a_text_of_a_template_gets_nothing_that_the_tokenizer_puts_around_texts(
 
     monkeypatch.setattr(tokenizer, "encode", with_special_tokens)
     assert tokenizer.encode("a")[0] == tokenizer.bos_token_id and found() == expected
-    assert expected[0].count(tokenizer.bos_token_id) == 1
+    assert expected[0].count(tokenizer.bos_token_id) == begins
