@@ -221,6 +221,10 @@ class Work:
         self._a, self._b = self._stack("a", x.dtype), _with_enough_columns(self._stack("b", x.dtype).mT).mT
         self._scales = self._scale()
         self._low = torch.bmm(self._by_adapter(kept), self._a.mT).mul_(self._scales)
+        if self._columns is None and self._norm is None and self._b.shape[1] == own.shape[1]:
+            # Memory of the outputs is passed over once.
+            self._by_adapter(own).baddbmm_(self._low, self._b.mT)
+            return
         change = torch.bmm(self._low, self._b.mT).flatten(0, 1)[:, : first.b.shape[0]]
         if first.magnitude is not None and self._norm is not None:
             # ``x`` is dropped out in what is added to ``W x``, as peft does it.
@@ -238,7 +242,8 @@ class Work:
         outputs.
         """
         first, grad = self._first, self._of_module(grad[self._rows])
-        kept = dropped(x[self._rows], self._draw, first)
+        x = x[self._rows]
+        kept = dropped(x, self._draw, first)
         through_base: Tensor | None = None
         if first.magnitude is not None and self._norm is not None and first.grad_magnitude is not None:
             columns = self._of_module(weight.t())
@@ -247,11 +252,16 @@ class Work:
             gain = (first.magnitude / self._norm).to(x.dtype)
             through_base, grad = (grad * (gain - 1)) @ columns.t(), grad * gain
         outputs = self._by_adapter(_with_enough_columns(grad))
-        add_products([each.grad_b for each in self._factors], outputs.mT, self._low)
+        # Transposed: a product with few rows takes a fraction of the time of one with few columns.
+        add_products([each.grad_b for each in self._factors], torch.bmm(self._low.mT, outputs).mT)
         grad_low = torch.bmm(outputs, self._b).mul_(self._scales)
-        add_products([each.grad_a for each in self._factors], grad_low.mT, self._by_adapter(kept))
+        add_products([each.grad_a for each in self._factors], torch.bmm(grad_low.mT, self._by_adapter(kept)))
+        own = grad_x[self._rows]
+        if through_base is None and kept is x:
+            self._by_adapter(own).baddbmm_(grad_low, self._a)
+            return
         grad_kept = torch.bmm(grad_low, self._a).flatten(0, 1)
-        grad_x[self._rows] += dropped(grad_kept if through_base is None else grad_kept.add_(through_base), self._draw, first)
+        own += dropped(grad_kept if through_base is None else grad_kept.add_(through_base), self._draw, first)
 
     def _by_adapter(self, x: Tensor) -> Tensor:
         """(adapters * rows, features) -> (adapters, rows, features)"""
@@ -295,10 +305,11 @@ def padded_product(x: Tensor, matrix: Tensor, bias: Tensor | None = None) -> Ten
     return product if product.shape == (rows, columns) else product[:rows, :columns].contiguous()
 
 
-def add_products(buffers: list[Tensor], a: Tensor, b: Tensor) -> None:
-    """``a[i] @ b[i]`` added to each of ``buffers``, in their dtype; rows beyond those of the buffers are left out."""
-    products = torch.bmm(a, b)[:, : buffers[0].shape[0]]
-    torch._foreach_add_(buffers, list(products.to(buffers[0].dtype).unbind()))
+def add_products(buffers: list[Tensor], products: Tensor) -> None:
+    """``products[i]`` added to each of ``buffers``, in their dtype; rows beyond those of the buffers are left out."""
+    products = products[:, : buffers[0].shape[0]].to(buffers[0].dtype)
+    # One kernel for all, where memory is laid out alike.
+    torch._foreach_add_(buffers, list(products.contiguous().unbind()))
 
 
 HEAD = "lm_head"
@@ -434,7 +445,12 @@ def _is_exact(x: Tensor, weight: Tensor, grad: Tensor, run: slice) -> bool:
 def _stacks_are_exact(x: Tensor, weight: Tensor, grad: Tensor) -> bool:
     xs, grads = (each.view(_STACKED, ENOUGH_ROWS, -1) for each in (x, grad))
     weights = torch.stack([weight.roll(index, 0) for index in range(_STACKED)])
+
+    def alone(product: Callable[..., Tensor], *stacks: Tensor) -> Tensor:
+        return torch.cat([product(*one) for one in zip(*(each.split(1) for each in stacks), strict=True)])
+
     return all(
-        torch.equal(torch.bmm(a, b), torch.cat([torch.bmm(*pair) for pair in zip(a.split(1), b.split(1), strict=True)]))
-        for a, b in ((xs, weights.mT), (grads, weights), (grads.mT, xs))
+        torch.equal(torch.bmm(a, b), alone(torch.bmm, a, b))
+        and torch.equal(torch.baddbmm(c, a, b), alone(torch.baddbmm, c, a, b))
+        for c, a, b in ((grads, xs, weights.mT), (xs, grads, weights), (weights, grads.mT, xs))
     )

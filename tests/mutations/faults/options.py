@@ -112,8 +112,8 @@ FAULTS = [
     Fault(
         "gradient-of-linear-factors-without-dropout",
         "rl_backend.primitive.adapters:Work.add_gradients",
-        "kept = dropped(x[self._rows], self._draw, first)",
-        "kept = x[self._rows]",
+        "kept = dropped(x, self._draw, first)",
+        "kept = x",
         (f"{_DROPPED}[linear layers]",),
         "factors would learn from inputs that the pass had dropped",
     ),

@@ -198,7 +198,7 @@ def test_products_are_added_to_each_buffer_without_the_rows_beyond_it(dtype: tor
     generator = torch.Generator().manual_seed(0)
     a, b = (torch.randn(shape, generator=generator).to(dtype) for shape in ((2, 5, 3), (2, 3, 4)))
     buffers = [torch.full((4, 4), 1.0), torch.full((4, 4), 10.0)]
-    add_products(buffers, a, b)
+    add_products(buffers, torch.bmm(a, b))
     for buffer, before, left, right in zip(buffers, (1.0, 10.0), a, b, strict=True):
         assert buffer.dtype == torch.float32
         torch.testing.assert_close(buffer, before + (left[:4] @ right).float(), atol=1e-5, rtol=1e-2)
