@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +13,9 @@ from typing import Any
 
 import pytest
 
+from actors.serve.app import _shown_run
 from actors.serve.external import Links
+from actors.serve.openai import _named, _names, _newest
 from actors.serve.scores import Scoring
 from actors.serve.server import (
     BusyError,
@@ -20,13 +23,14 @@ from actors.serve.server import (
     Limits,
     ServedModel,
     Server,
+    Snapshot,
     UnknownError,
     expiry,
     metadata_in,
     shown_checkpoint,
     shown_time,
 )
-from actors.serve.store import CHECKPOINTS, REQUESTS, RUNS, SAMPLERS, SESSIONS, Store
+from actors.serve.store import CHECKPOINTS, REQUESTS, RUNS, SAMPLERS, SESSIONS, Result, Store
 from actors.serve.training import ADAPTER
 from rl_backend.contracts import BatchError
 
@@ -374,3 +378,81 @@ def test_an_address_of_a_file_ends_after_an_hour_and_leads_to_nothing_else(
     assert links.find(token, name) is None and links.find(again["b.bin"].partition("/")[0], name) is not None
     links.make(tmp_path / "one")
     assert len(links._folders) == 2, "what has expired is forgotten"
+
+
+def test_a_run_is_shown_with_the_newest_checkpoint_of_each_kind(server: Server, tmp_path: Path) -> None:
+    add_run(server, "s:train:0", last_request=86400.0, user_metadata={"a": 1})
+    add_run(server, "s:train:1", lora={})
+    for number, (kind, created) in enumerate(
+        (("weights", 7.0), ("weights", 9.0), ("sampler_weights", 8.0), ("weights", 5.0))
+    ):
+        add_checkpoint(server, "s:train:0", str(number), tmp_path / str(number), kind, created=created)
+    shown, other = (_shown_run(server, server.known(RUNS, "ann", f"s:train:{number}")) for number in range(2))
+    assert (shown["last_checkpoint"]["checkpoint_id"], shown["last_sampler_checkpoint"]["checkpoint_id"]) == (
+        "weights/1",
+        "sampler_weights/2",
+    )
+    assert (shown["lora_rank"], shown["user_metadata"], shown["last_request_time"]) == (3, {"a": 1}, "1970-01-02T00:00:00Z")
+    assert (other["lora_rank"], other["last_checkpoint"], other["last_sampler_checkpoint"]) == (32, None, None)
+
+
+def test_names_of_openai_s_list_are_those_that_can_be_sampled(server: Server, tmp_path: Path) -> None:
+    for name, changed in (
+        ("s:train:0", {}),
+        ("s:train:1", {}),
+        ("s:train:2", {"over": "ended"}),
+        ("s:train:3", {"owner": "bob"}),
+    ):
+        add_run(server, name, **changed)
+        add_checkpoint(server, name, "old", tmp_path / f"{name}-old", owner=changed.get("owner", "ann"), created=5.0)
+    add_checkpoint(server, "s:train:0", "new", tmp_path / "new", created=7.0)
+    add_checkpoint(server, "s:train:0", "for downloads", tmp_path / "x", "external_weights", created=9.0)
+    add_checkpoint(server, "s:train:0", "of another model", tmp_path / "y", base_model="third", created=4.0)
+    add_run(server, "s:train:4")
+    assert _names(server, "ann") == [
+        "first",
+        "second",
+        "s:train:0",
+        "s:train:1",
+        "tinker://s:train:0/weights/new",
+        "tinker://s:train:2/weights/old",
+        "tinker://s:train:1/weights/old",
+        "tinker://s:train:0/weights/old",
+    ]
+    assert _newest(server, "ann", "s:train:0") == tmp_path / "new" and _newest(server, "ann", "s:train:4") is None
+    for made, newest in ((6.0, tmp_path / "new"), (8.0, tmp_path / "snapshot")):
+        server._snapshots["s:train:0"] = deque(
+            [Snapshot(made - 1, tmp_path / "before"), Snapshot(made, tmp_path / "snapshot")]
+        )
+        assert _newest(server, "ann", "s:train:0") == newest
+    server._snapshots["s:train:0"] = deque()
+    assert _newest(server, "ann", "s:train:0") == tmp_path / "new"
+    for name, folder in (("tinker://s:train:0/weights/old", "s:train:0-old"), ("s:train:1", "s:train:1-old")):
+        found = _named(server, "ann", name)
+        assert (found.model.name, found.folder) == ("first", tmp_path / folder / ADAPTER)
+    assert _named(server, "ann", "second") == (server.models["second"], None, None)
+    for name in ("s:train:4", "s:train:3", "third"):
+        with pytest.raises(UnknownError):
+            _named(server, "ann", name)
+
+
+def test_whoever_waits_for_an_answer_has_it_and_leaves_nothing_behind(server: Server) -> None:
+    futures = server.futures
+    one, other = (server.store.accept(scope, 0, "ann")[0] for scope in ("run", "sampler"))
+
+    async def wait() -> None:
+        assert await futures.result(one, "ann", 0.01) is None, "not yet"
+        for name, owner in ((one, "bob"), ("gone", "ann")):
+            with pytest.raises(UnknownError, match="is not known"):
+                await futures.result(name, owner, 10)
+        waits = [asyncio.create_task(futures.result(one, "ann", 10)) for _ in range(2)]
+        told = asyncio.create_task(futures.completed("sampler", 0, 0, 10))
+        await asyncio.sleep(0.01)
+        await asyncio.to_thread(futures.finish, {one: Result.of({"n": 1}), other: Result.of(b"x")})
+        assert await asyncio.gather(*waits) == [Result.of({"n": 1})] * 2
+        assert [row["id"] for row in await told] == [other]
+        assert await futures.result(one, "ann", 0) == Result.of({"n": 1}), "again, from the database"
+        assert await futures.completed("sampler", 1, 0, 0) == []
+        assert not futures._waiting.keys() - {"sampler"}
+
+    asyncio.run(wait())
