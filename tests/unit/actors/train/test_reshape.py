@@ -360,7 +360,7 @@ def test_a_group_that_gets_smaller_twice_wants_what_it_had_at_first() -> None:
         assert recovery._shrink(UnsupportedError("no room", asked={"CPU": 2.0 * number}, free={"CPU": free}))
         assert (recovery.layout.num_ranks, recovery.wanted_ranks) == (left, 4)
     room = recovery._room = Room(3)
-    room.is_there = True
+    room.is_there, recovery._off = True, ""
     assert recovery.has_room
     recovery._off = "it recovers no more"
     assert not recovery.has_room
