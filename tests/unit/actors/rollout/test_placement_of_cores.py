@@ -77,7 +77,7 @@ def test_the_interface_of_an_address_is_found_by_name() -> None:
         (9, 2, NodePlace(1, 2), [4, 5, 6, 7]),
         (4, 2, NodePlace(1, 2), [2, 3]),
         (3, 3, NodePlace(0, 1), [0, 1, 2]),
-        (2, 1, NodePlace(4, 5), [0]),
+        (2, 1, NodePlace(3, 5), [1]),
         (1, 1, NodePlace(0, 1), [0]),
     ],
     ids=str,
