@@ -242,3 +242,13 @@ def test_a_run_may_sample_more_batches_for_groups_that_teach_something(
     logged = lines(tmp_path)
     assert [(line["batches_sampled"], line["groups_without_signal"]) for line in logged] == [(2, 4)] * 2
     assert len(engines.asked) == 4
+
+
+def test_held_out_sets_are_answered_with_the_adapter_that_is_trained(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = config_of(tmp_path, steps=1, eval_dataset="x", **{"lora.rank": 4})
+    session, engines, trainer = without_ray(monkeypatch, config, lambda: inputs_of(config, held_out_sets("x")))
+    take_steps(config, session)
+    (made,) = [options["name"] for call, (*_, options) in trainer.calls if call == "create"]
+    assert [adapter for *_, adapter in engines.asked] == [made] * 3, "before, in the step, and after it"
