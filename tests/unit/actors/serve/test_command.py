@@ -130,8 +130,9 @@ def test_training_adapts_what_its_model_has_and_keeps_states_where_it_recovers(
     assert found.sampling == ("rollout", [5], {"most_pushed": 64})
 
 
+@pytest.mark.parametrize(("gpus", "waits"), [(0.5, True), (1, False), (0, False)])
 def test_limits_of_the_command_are_those_of_the_server_and_ranks_start_while_engines_do(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    gpus: float, waits: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     began: list[Any] = []
 
@@ -147,14 +148,14 @@ def test_limits_of_the_command_are_those_of_the_server_and_ranks_start_while_eng
     )
     model.tokens = {}
     monkeypatch.setattr(command, "ray_session", lambda *counts: nullcontext())
-    monkeypatch.setattr(command, "share_cluster", lambda *_, **__: ClusterShare(2, 3, 0.5))
+    monkeypatch.setattr(command, "share_cluster", lambda *_, **__: ClusterShare(2, 3, gpus))
     monkeypatch.setattr(command, "RolloutGroup", lambda config, *, wait: group("engines", config.num_engines, wait))
     monkeypatch.setattr(command, "TrainGroup", lambda config, *sizes, recover: group("ranks", *sizes, recover))
     monkeypatch.setattr(command, "_served", lambda *_: model)
     limits = ("--session-timeout", "9", "--keep-results", "8", "--disk-gib", "0.5", "--requests-per-second", "7")
     store = Store(tmp_path / "state")
     with command.open_server(parsed("--model", str(folder), "--dtype", "float32", *limits), store) as server:
-        assert began == [("engines", 1, True), ("ranks", 1, 2, 0.5, "checkpoint"), "engines joined"]
+        assert began == [("engines", 1, waits), ("ranks", 1, 2, gpus, "checkpoint"), "engines joined"]
         assert server.limits == Limits(session_timeout=9.0, keep_results=8.0, disk_bytes=1 << 29, requests_per_second=7.0)
         assert server.rates.wait("ann") == 0
     assert began[3:] == ["closed", "ranks ended", "engines ended"]

@@ -56,7 +56,11 @@ class Samples:
 def served(name: str) -> ServedModel:
     forgotten: list[Path] = []
     training: Any = SimpleNamespace(
-        tokens=0, failed="", forgotten=forgotten, forget=forgotten.append, end=lambda run, why: ENDS.append((run, why))
+        tokens=0,
+        failed="",
+        forgotten=forgotten,
+        forget=forgotten.append,
+        end=lambda run, why: ENDS.append((f"{name}: {run}", why)),
     )
     sampling: Any = Samples()
     return ServedModel(name, Path("nowhere"), 64, training, sampling)
@@ -267,7 +271,7 @@ def test_only_sessions_that_are_silent_and_checkpoints_whose_time_is_over_go(
     server.beat("ann", speaks)
     now[0] = 1400.0
     asyncio.run(server._sweep_once())
-    assert [run for run, _ in ENDS] == [f"{silent}:train:0"] and "no heartbeat for 300 s" in ENDS[0][1]
+    assert [run for run, _ in ENDS] == [f"second: {silent}:train:0"] and "no heartbeat for 300 s" in ENDS[0][1]
     assert {row["id"]: row["ended"] for row in server.store.rows(SESSIONS)} == {silent: True, speaks: False}
     assert server.known(RUNS, "ann", f"{silent}:train:1")["over"] == "it was over before"
     assert {row["name"] for row in server.store.rows(CHECKPOINTS)} == {"stays", "later"}
