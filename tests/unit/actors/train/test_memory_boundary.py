@@ -437,6 +437,7 @@ def test_a_rank_without_such_a_model_says_so(holders: list[HolderHere], model: P
         (["c"], ["a", "b", "c"], {"c": "a"}),
         (["a"], ["a"], {}),
         (["a", "a"], ["a"], {}),
+        (["a", "a"], ["a", "b"], {"a": "b"}),
         (["c", "a"], ["a", "b", "c"], {"a": "c", "c": "a"}),
         (["c", "b", "a"], ["a", "b", "c", "d"], {"a": "b", "b": "c", "c": "a"}),
     ],
