@@ -373,8 +373,8 @@ def next_token_log_probs(
         labels: (T,) or (T, K) int64, in the whole vocabulary.
         bias: (vocab_size,), or this rank's part of it.
         temperature: positive number or (T,) tensor; not differentiated.
-        adapters: at work on labels of their own, on a CPU with the bits that each has alone. One that has
-            :data:`~rl_backend.primitive.adapters.HEAD` adds its product to their logits.
+        adapters: at work on labels of their own, on a CPU with the bits that each has alone, beside a frozen head. One that
+            has :data:`~rl_backend.primitive.adapters.HEAD` adds its product to their logits.
         top: how many of the likeliest tokens are wanted of every row, with a label or not, from a pass of their own; over
             all words.
         cuts: log-probs and entropy are of the distribution over the words that are kept, the label always among them. Up to

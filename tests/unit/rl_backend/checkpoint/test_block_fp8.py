@@ -14,6 +14,7 @@ from actors.rollout.config import RolloutConfig
 from actors.rollout.vllm.capabilities import check_served
 from rl_backend.checkpoint.hf_reader import HFReader, read_hf_config, require_float_weights
 from rl_backend.checkpoint.kept_weights import find_kept, open_kept
+from rl_backend.checkpoint.quantisation import plain_dtype
 from rl_backend.contracts import CheckpointError, NativeConfig, RuntimeConfig, UnsupportedError
 from rl_backend.model import QWEN3
 from rl_backend.runtime.native.engine import native_runtime
@@ -177,3 +178,32 @@ def test_kept_weights_in_fp8_are_saved_in_the_models_dtype(tmp_path: Path) -> No
 def test_engines_refuse_a_directory_in_fp8(stored: tuple[Path, dict[str, torch.Tensor]]) -> None:
     with pytest.raises(UnsupportedError, match=r"has weights in FP8.*save_checkpoint\(hf=True\)"):
         check_served(RolloutConfig(model_path=str(stored[0])), "cuda")
+
+
+@pytest.mark.parametrize(
+    ("config", "dtype"),
+    [
+        ({}, torch.bfloat16),
+        ({"dtype": "float16"}, torch.float16),
+        ({"torch_dtype": "float32"}, torch.float32),
+        ({"dtype": "float16", "torch_dtype": "float32"}, torch.float16),
+        ({"dtype": None, "torch_dtype": "float32"}, torch.float32),
+        ({"dtype": "float32", "text_config": {"dtype": "float16"}}, torch.float16),
+    ],
+    ids=str,
+)
+def test_the_dtype_of_a_model_is_what_its_configuration_says(config: dict[str, Any], dtype: torch.dtype) -> None:
+    assert plain_dtype(config) == dtype
+
+
+def test_factors_may_be_bfloat16_and_are_of_matrices_alone(tmp_path: Path) -> None:
+    described = {"quant_method": "fp8", "weight_block_size": [32, 8]}
+    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": described}))
+    weight, factors, _ = quantised(torch.randn(40, 20), (32, 8))
+    save_file({"a.weight": weight, "a.weight_scale_inv": factors.bfloat16()}, tmp_path / "model.safetensors")
+    each = factors.bfloat16().float().repeat_interleave(32, 0)[:40].repeat_interleave(8, 1)[:, :20]
+    assert torch.equal(HFReader(tmp_path).read("a.weight"), weight.float() * each)
+    stacked = {"a.weight": weight[None], "a.weight_scale_inv": factors[None]}
+    save_file(stacked, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"has a\.weight_scale_inv as torch.float32 of shape \(1, 2, 3\); expected"):
+        HFReader(tmp_path)

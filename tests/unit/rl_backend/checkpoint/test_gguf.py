@@ -6,6 +6,7 @@ import itertools
 import json
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from rl_backend.checkpoint.gguf import import_gguf
+from rl_backend.checkpoint.gguf import ImportedModel, _end_token, import_gguf
 from rl_backend.contracts import CheckpointError
 from tests.support.families import load_native, run_native, run_transformers
 from tests.support.gguf_files import CHAT, write_gguf
@@ -140,3 +141,13 @@ def test_log_probs_of_a_pretrained_model_are_those_of_transformers_on_its_file()
     # In float32 the order of sums alone moves log-probs of real weights by more than 1e-5, transformers' own too.
     theirs, ours = log_probs(torch.float32)
     assert (ours - exact).abs().max() < 2 * (theirs - exact).abs().max() < 1e-4
+
+
+def test_a_model_is_quantised_where_any_tensor_is() -> None:
+    for stored, expected in (({"F32": 3, "BF16": 1, "F16": 2}, False), ({"F32": 3, "Q8_0": 1}, True), ({"Q4_1": 9}, True)):
+        assert ImportedModel("llama", 7, stored, None, None).is_quantised is expected
+
+
+@pytest.mark.parametrize("end", [None, "</s>"])
+def test_a_tokenizer_without_a_template_has_its_own_end_or_none(end: str | None) -> None:
+    assert _end_token(Path("tiny.gguf"), SimpleNamespace(chat_template=None, eos_token=end)) == end

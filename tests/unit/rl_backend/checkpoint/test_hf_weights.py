@@ -238,3 +238,15 @@ def test_weights_that_are_quantised_in_a_way_that_is_not_read_are_refused(
         return
     with pytest.raises(UnsupportedError, match=rf"{path} is quantised: {field}.*"):
         require_float_weights(str(path))
+
+
+def test_another_head_beside_a_critics_is_no_matter(tmp_path: Path) -> None:
+    stored = {EMBEDDINGS: torch.randn(5, 2), "lm_head.weight": torch.randn(5, 2), "score.weight": torch.randn(1, 2)}
+    path = write(tmp_path / "model", stored, tie_word_embeddings=True)
+    parameters = {"embed": parameter(5, 2), "score": parameter(1, 2)}
+    load_weights(path, parameters, {"embed": EMBEDDINGS, "score": "score.weight"})
+    assert torch.equal(parameters["embed"], stored[EMBEDDINGS]) and torch.equal(parameters["score"], stored["score.weight"])
+    # Where another rank has the head, as a later stage, it is compared by nobody here.
+    load_weights(path, {"embed": parameters["embed"]}, {"embed": EMBEDDINGS}, elsewhere=["lm_head.weight", "score.weight"])
+    with pytest.raises(CheckpointError, match="differs from its embeddings"):
+        load_weights(path, {"embed": parameters["embed"]}, {"embed": EMBEDDINGS}, stored_buffers=("score.weight",))

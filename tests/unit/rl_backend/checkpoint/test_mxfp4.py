@@ -138,3 +138,23 @@ def test_only_experts_of_gpt_oss_are_written_in_mxfp4(tmp_path: Path) -> None:
         with pytest.raises(CheckpointError, match=message):
             export_checkpoint(weights, tmp_path / "out", source_of(weights), dtype=torch.float32, mxfp4=True)
         assert not (tmp_path / "out").exists()
+
+
+def test_every_block_has_a_power_of_its_own_down_to_the_smallest() -> None:
+    """Two experts, two blocks of inputs, three outputs; the largest number of a block is 6, or 4, in units of its power."""
+    units = torch.tensor([0.0, 0.5, -1.0, 1.5, -2.0, 3.0, 4.0, -6.0])
+    generator = torch.Generator().manual_seed(0)
+    drawn = units[torch.randint(0, 8, (2, 2, 32, 3), generator=generator)]
+    drawn[:, :, 5] = -6.0
+    drawn[0, 1] = drawn[0, 1].clamp(-4.0, 4.0)
+    powers = torch.arange(-48, 48, 8).view(2, 2, 1, 3)
+    weight = torch.ldexp(drawn, powers).flatten(1, 2)
+    blocks, scales = quantised(weight)
+    assert torch.equal(dequantised(blocks, scales), weight)
+    assert scales.view(2, 3, 2).transpose(1, 2)[0, 1].tolist() == (powers[0, 1, 0] + 127).tolist()
+    smallest = torch.zeros(1, 64, 1)
+    # The second block has numbers below 4 in units of the smallest power that there is.
+    smallest[0, 0], smallest[0, 32:34, 0] = 1.0, torch.tensor([3.0, -0.5]) * 2.0**-127
+    assert torch.equal(dequantised(*quantised(smallest)), smallest)
+    beyond = torch.zeros(1, 32, 1).index_fill(1, torch.tensor([3]), 2.0**127)
+    assert torch.equal(dequantised(*quantised(beyond)), beyond)

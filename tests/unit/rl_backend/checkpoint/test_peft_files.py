@@ -272,3 +272,22 @@ def test_packed_experts_become_modules_with_the_experts_fastest_in_b(tmp_path: P
     alone = {name: tensor for name, tensor in tensors.items() if "base_layer" not in name}
     one = read_peft_directory(write(tmp_path, alone, target_parameters=["down_proj"], rank_pattern={"down_proj": 4}))
     assert {name for name in one.parts if "experts" in name} == {name for name in modules if "down" in name}
+
+
+def test_a_rooted_scale_is_of_each_modules_own_rank_and_alpha(tmp_path: Path) -> None:
+    patterns = {"rank_pattern": {"up_proj": 4}, "alpha_pattern": {"up_proj": 8}}
+    path = write(tmp_path, {**factors(Q, 9), **factors(UP, 4)}, r=9, use_rslora=True, **patterns)
+    assert read_peft_directory(path).scales == {Q: 2.0, UP: 4.0}
+
+
+def test_gates_and_ups_of_packed_experts_may_be_adapted_alone(tmp_path: Path) -> None:
+    block, experts, rank = "model.layers.5.mlp.experts", 3, 2
+    a, b = torch.randn(experts * rank, 5), torch.randn(8, rank * experts)
+    tensors = {f"{PREFIX}{block}.lora_A.weight": a, f"{PREFIX}{block}.lora_B.weight": b, **factors(Q, 2)}
+    found = read_peft_directory(write(tmp_path, tensors, target_parameters=["experts.gate_up_proj"]))
+    assert found.parts.keys() == {Q, *(f"{block}.{each}.{name}_proj" for each in range(experts) for name in ("gate", "up"))}
+    for expert in range(experts):
+        product = b[:, expert::experts] @ a[expert * rank : (expert + 1) * rank]
+        for name, expected in (("gate", product[:4]), ("up", product[4:])):
+            parts = found.parts[f"{block}.{expert}.{name}_proj"]
+            torch.testing.assert_close(parts["B"] @ parts["A"], expected)

@@ -83,3 +83,13 @@ def test_what_is_not_there_is_named() -> None:
     ):
         with pytest.raises(CheckpointError, match=f"what was held is damaged: .*{problem}"):
             reader.require_stored(name, shape, dtype)
+
+
+def test_a_rank_that_writes_nothing_has_a_table_alone(group: Any) -> None:
+    copy = {"w": TensorPieces((3,), {(0,): torch.zeros(3)}, writes=False)}
+    state = written({}, copy, {"w": torch.arange(3.0)})
+    target = torch.zeros(3)
+    read_training_state(state.reader(), {"w": target}, group)
+    assert target.tolist() == [0, 1, 2] and state.manifest.extra == {"rank": 0}
+    start, end = write_state(copy, manifest_of(), lambda nbytes: torch.empty(nbytes, dtype=torch.uint8))
+    assert start == 0 < end

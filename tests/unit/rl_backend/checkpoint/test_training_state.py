@@ -238,3 +238,33 @@ def test_a_host_buffer_is_made_anew_for_another_shape_or_dtype_and_pieces_have_t
     assert isinstance(copy, TensorPieces) and copy.whole_size == torch.Size([4]) and copy.writes
     assert [copy.pieces[offsets].tolist() for offsets in ((0,), (2,))] == [[0, 1], [2, 3]]
     assert pieces.pieces.keys() == copy.pieces.keys()
+
+
+def test_tensors_of_any_size_and_dtype_are_copied_beside_each_other() -> None:
+    whole = torch.arange(35.0).view(5, 7)
+    state: dict[str, Any] = {
+        "w": TensorPieces((5, 7), {(0, 0): whole[:2, :3], (2, 0): whole[2:].t().contiguous().t()}),
+        "other": TensorPieces((4,), {(0,): torch.ones(4)}, writes=False),
+        "bits": torch.arange(5, dtype=torch.bfloat16),
+        "none": TensorPieces((3,), {}),
+        "step": torch.tensor(9),
+        "empty": torch.zeros(0, 2),
+        "bytes": torch.arange(3, dtype=torch.uint8),
+    }
+    expected = {"bits": [0, 1, 2, 3, 4], "step": 9, "empty": [], "bytes": [0, 1, 2]}
+    copy = HostBuffers(torch.device("cpu")).copy(state)
+    right = whole.clone()
+    for tensor in (*state["w"].pieces.values(), whole, state["bits"], state["step"], state["bytes"]):
+        tensor.zero_()
+    assert list(copy) == list(state)
+    for name, numbers in expected.items():
+        found = copy[name]
+        assert isinstance(found, torch.Tensor) and found.dtype == state[name].dtype and found.tolist() == numbers
+        assert found.shape == state[name].shape
+    pieces = {name: each for name, each in copy.items() if isinstance(each, TensorPieces)}
+    assert {name: (tuple(each.whole_size), each.writes, list(each.pieces)) for name, each in pieces.items()} == {
+        "w": ((5, 7), True, [(0, 0), (2, 0)]),
+        "other": ((4,), False, []),
+        "none": ((3,), True, []),
+    }
+    assert torch.equal(pieces["w"].pieces[0, 0], right[:2, :3]) and torch.equal(pieces["w"].pieces[2, 0], right[2:])

@@ -165,3 +165,9 @@ def test_a_large_tensor_is_written_in_parts_that_follow_each_other(tmp_path: Pat
     write_tensors(places, iter(tensors.items()))
     with safe_open(tmp_path / "model.safetensors", framework="pt") as opened:
         assert all(torch.equal(opened.get_tensor(name), tensor) for name, tensor in tensors.items())
+
+
+def test_every_file_is_filled_to_the_last_byte(tmp_path: Path) -> None:
+    places = lay_out_files(tmp_path, [TensorInfo.of(name, (2,), F32) for name in "abcdef"], 16)
+    files = [place.file.name for place in places.values()]
+    assert files == [f"model-{number:05d}-of-00003.safetensors" for number in (1, 1, 2, 2, 3, 3)]

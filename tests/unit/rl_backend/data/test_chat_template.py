@@ -23,7 +23,8 @@ from rl_backend.data.chat_template import (
     template_variables,
     tool_name,
 )
-from tests.support.chat_templates import CHATML, LLAMA, MARKED, chat_tokenizer
+from rl_backend.data.sft import conversation_tokens
+from tests.support.chat_templates import CHATML, LLAMA, MARKED, PHI, chat_tokenizer
 
 ASKED = [{"role": "user", "content": "2+2?"}]
 CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
@@ -247,3 +248,37 @@ def test_ids_of_special_and_of_all_tokens() -> None:
     special = special_token_ids(tokenizer)
     assert {tokenizer.convert_tokens_to_ids(each) for each in ("<s>", "</s>", "<|end|>")} <= special and word not in special
     assert known_token_ids(tokenizer) == frozenset(range(len(tokenizer)))
+
+
+def test_the_end_of_a_turn_is_that_of_the_answer_and_not_of_a_question_with_its_words() -> None:
+    ends = "{{ '<|eot_id|>' if m.role == 'user' else '<|im_end|>' }}"
+    by_role = "{% for m in messages %}{{ m.content }}" + ends + "{% endfor %}"
+    tokenizer = chat_tokenizer(by_role)
+    found = ChatTemplate(tokenizer).turn_end([{"role": "user", "content": "The answer is 4."}])
+    assert found == tokenizer.convert_tokens_to_ids("<|im_end|>")
+
+
+@pytest.mark.parametrize(("template", "begins"), [(LLAMA, 1), (PHI, 0)], ids=["llama", "phi"])
+def test_a_text_of_a_template_gets_nothing_that_the_tokenizer_puts_around_texts(
+    monkeypatch: pytest.MonkeyPatch, template: str, begins: int
+) -> None:
+    """Llama's tokenizers put their begin-of-text token before every text, and its template has written it already."""
+    tokenizer = chat_tokenizer(template)
+    plain, question = tokenizer.encode, [{"role": "user", "content": "2+2?"}]
+    turns = [*question, {"role": "assistant", "content": "4"}]
+
+    def found() -> tuple[list[int], int | None, list[int], list[bool]]:
+        (trained,) = conversation_tokens(turns, tokenizer)
+        end = ChatTemplate(tokenizer).turn_end(question)
+        return encode_messages(question, tokenizer), end, trained.token_ids, trained.trained
+
+    expected = found()
+    around = tokenizer.bos_token_id, tokenizer.eos_token_id
+
+    def with_special_tokens(text: str, add_special_tokens: bool = True) -> list[int]:
+        own: list[int] = plain(text, add_special_tokens=False)
+        return [around[0], *own, around[1]] if add_special_tokens else own
+
+    monkeypatch.setattr(tokenizer, "encode", with_special_tokens)
+    assert tokenizer.encode("a")[0] == tokenizer.bos_token_id and found() == expected
+    assert expected[0].count(tokenizer.bos_token_id) == begins

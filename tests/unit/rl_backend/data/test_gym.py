@@ -146,3 +146,18 @@ def test_a_plus_in_the_options_is_a_plus() -> None:
     rows = open_rows('gym:basic_arithmetic?size=9&operators=["+","*"]')
     theirs = create_dataset("basic_arithmetic", seed=0, size=9, operators=["+", "*"])
     assert [row["answer"] for row in rows] == [entry["answer"] for entry in theirs]
+
+
+def test_a_task_is_known_by_its_name_or_by_what_a_row_says_and_the_row_stays_as_it_is() -> None:
+    gym()
+    assert compute_score("chain_sum", "<answer>12</answer>", "12") == score_last_number("chain_sum", "so 12", "12") == 1.0
+    row = {"question": "", "metadata": {}, "gym": "gym:chain_sum?size=3"}
+    before = dict(row)
+    for score in (compute_score, score_last_number):
+        assert score("a file", "12", "12", row) == 1.0 and row == before
+
+
+def test_an_option_without_a_value_is_refused_and_not_left_out() -> None:
+    gym()
+    with pytest.raises(ConfigError, match="chain_sum refuses its options: "):
+        open_rows("gym:chain_sum?max_terms=")

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from rl_backend.contracts import EPISODE_SHARE, BatchError, TokenSequence
+from rl_backend.contracts import EPISODE_SHARE, TARGET_IDS, BatchError, TokenSequence
 from rl_backend.contracts.lora import LORA_FIELD
 from rl_backend.data.balance import ATTENTION_CROSSOVER_TOKENS, MicroBatchPlan, plan_micro_batches, plan_tenants
 from rl_backend.data.micro_batches import check_same_fields, pack, pack_plan, restore_order
@@ -212,3 +212,14 @@ def test_packing_copies_meta_and_takes_one_sequence_too() -> None:
     with pytest.raises(BatchError, match=r"loss_mask of sequence 1 is \[0\.0, 2\.0\] at its last position") as refused:
         pack_plan([TokenSequence(torch.arange(2), {"loss_mask": torch.zeros(2, 2)}), wide], MicroBatchPlan((((0, 1),),)))
     assert refused.value.details == {"index": 1, "name": "loss_mask"}
+
+
+def test_copies_have_no_targets_and_a_mask_may_end_with_a_target() -> None:
+    targets, mask = torch.tensor([5, -100, 7]), torch.tensor([1.0, 0.0, 1.0])
+    given = TokenSequence(torch.arange(3), {"loss_mask": mask, TARGET_IDS: targets, "advantages": torch.tensor([1.0, 2, 3])})
+    ((own,), (copy,)) = pack_plan([given], MicroBatchPlan((((0,),), ((1,),)), (0,)))
+    assert own.token_fields[TARGET_IDS].tolist() == [5, -100, 7] and own.token_fields["loss_mask"].tolist() == [1, 0, 1]
+    assert copy.token_fields[TARGET_IDS].tolist() == [-100] * 3 and copy.token_fields["loss_mask"].tolist() == [0, 0, 0]
+    assert copy.token_fields["advantages"].tolist() == [1, 2, 3] and copy.input_ids.tolist() == [0, 1, 2]
+    assert own.meta["batch_num_tokens"] == copy.meta["batch_num_tokens"] == 2.0
+    assert targets.tolist() == [5, -100, 7] and mask.tolist() == [1, 0, 1]

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from rl_backend.contracts import PackedBatch
 from rl_backend.data import plan_micro_batches, plan_shared, prefixes
-from rl_backend.data.balance import MicroBatchPlan
-from rl_backend.data.prefixes import compared_tokens, grow, shared_prefixes
+from rl_backend.data.balance import ATTENTION_CROSSOVER_TOKENS, MicroBatchPlan
+from rl_backend.data.prefixes import _Part, _room, compared_tokens, grow, shared_prefixes
 from rl_backend.primitive.prefix_tree import PrefixTree
 from tests.support.random_trees import distinct_beginnings, sequences_of_a_tree
 
@@ -209,3 +209,53 @@ def test_sequences_that_share_do_so_for_their_whole_common_beginning() -> None:
     for first, second in combinations(group(7, 5), 2):
         common = int((first != second).to(torch.uint8).argmax())
         assert grow([first, second]).lengths == (common, 50 - common, 50 - common)
+
+
+def test_owners_are_told_apart_by_their_whole_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prefixes, "SHORTEST_RUN", 1)
+    fields = {
+        "routed_experts": torch.zeros(8, 1, 1, dtype=torch.uint8),
+        "routed_experts_mask": torch.ones(8, dtype=torch.bool),
+    }
+    batch = PackedBatch(torch.arange(4).repeat(2), torch.tensor([4, 4]), fields)
+    for replays in (False, True):
+        assert shared_prefixes(batch, replays=replays, owners=[0, 256]) is None
+        assert shared_prefixes(batch, replays=replays, owners=[-1, 255]) is None
+        tree = shared_prefixes(batch, replays=replays, owners=[256, 256])
+        assert tree is not None and tree.num_rows == 4
+
+
+@pytest.mark.parametrize(("changed", "rows"), [(None, 4), ("routed_experts", 6), ("indexed_keys", 6)])
+def test_tokens_are_shared_where_routes_and_recorded_keys_are_both_equal(
+    monkeypatch: pytest.MonkeyPatch, changed: str | None, rows: int
+) -> None:
+    monkeypatch.setattr(prefixes, "SHORTEST_RUN", 1)
+    fields = {
+        "routed_experts": torch.zeros(8, 2, 1, dtype=torch.uint8),
+        "routed_experts_mask": torch.ones(8, dtype=torch.bool),
+        "indexed_keys": torch.arange(4, dtype=torch.int32).repeat(2)[:, None, None].repeat(1, 2, 3),
+    }
+    if changed is not None:
+        fields[changed][6, 1, 0] += 1
+    batch = PackedBatch(torch.arange(4).repeat(2), torch.tensor([4, 4]), fields)
+    tree = shared_prefixes(batch, replays=True)
+    assert tree is not None and tree.num_rows == rows
+    # Routes that are not replayed are those that the model makes of equal tokens.
+    other = shared_prefixes(batch, replays=False)
+    assert other is not None and other.num_rows == (rows if changed == "indexed_keys" else 4)
+
+
+def test_what_stays_together_counts_what_is_computed_of_it_and_halves_in_its_order() -> None:
+    sequences = [*group(1, 2), *group(2, 3)]
+    part = _Part.of(sequences, [4, 0, 2, 3, 1])
+    # Every token by the keys that it sees, as of a whole sequence: (n + 1) ** 2 - n ** 2 of the n-th.
+    places = 2 * [*range(40)] + 5 * [*range(40, 50)]
+    assert part.work == pytest.approx(sum(1 + (2 * place + 1) / ATTENTION_CROSSOVER_TOKENS for place in places), rel=1e-12)
+    assert part.room == len(places) and part.halves == [[4, 0], [2, 3, 1]]
+    assert _Part.of(sequences, [2]).work == pytest.approx(50 + 50**2 / ATTENTION_CROSSOVER_TOKENS, rel=1e-12)
+
+
+def test_the_room_of_keys_is_rounded_up() -> None:
+    for answers, room in ((20, 55), (21, 58), (3, 23)):
+        tree = PrefixTree((20,) + (1,) * answers, (-1,) + (0,) * answers, tuple(range(1, answers + 1)))
+        assert sum(tree.key_lens) == 20 + 21 * answers and _room(tree) == room

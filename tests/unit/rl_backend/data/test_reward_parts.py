@@ -8,6 +8,7 @@ import re
 import sys
 import threading
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -16,7 +17,14 @@ from rl_backend.contracts import ConfigError
 from rl_backend.data.rewards import LoadedReward, RewardConfig
 from rl_backend.data.rewards.function import load_callable, load_reward
 from rl_backend.data.rewards.worker import location_of, module_at, what_it_raised
-from rl_backend.data.rewards.worker_pool import EventLoop, Raised, TimeLimitError, WorkerPool
+from rl_backend.data.rewards.worker_pool import (
+    EventLoop,
+    Raised,
+    TimeLimitError,
+    WorkerPool,
+    in_thread,
+    within_limit,
+)
 from tests.support.rewards import calls
 
 
@@ -200,3 +208,59 @@ def test_an_event_loop_runs_what_it_is_given_and_cancels_the_rest_when_it_ends()
     loop.close()
     assert ended == ["cancelled"] and left.done()
     assert not loop._thread.is_alive() and loop._loop.is_closed()
+
+
+def test_retries_and_processes_of_a_configuration_reach_its_scorer(reward_file: Path) -> None:
+    given: dict[str, Any] = {"functions": f"{reward_file}:length", "processes": True, "retries": 4, "workers": 2}
+    scorer = RewardConfig(**given).load()
+    assert scorer._retries == 4 and not scorer._leaves_threads
+    assert scorer._make_pool.keywords == {"size": 2, "processes": True, "limit": None}
+    plain = RewardConfig(functions=f"{reward_file}:length").load()
+    assert plain._retries == 1 and plain._leaves_threads
+
+
+def test_a_call_within_a_limit_is_cancelled_where_nobody_waits_for_it_any_more() -> None:
+    async def run() -> None:
+        assert await within_limit(asyncio.ensure_future(asyncio.sleep(0, 3)), None) == 3
+        assert await within_limit(asyncio.ensure_future(asyncio.sleep(0, 4)), 5.0) == 4
+        gone: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        gone.cancel()
+        with pytest.raises(RuntimeError, match="what it waited for was cancelled"):
+            await within_limit(gone, 1.0)
+        slow = asyncio.ensure_future(asyncio.sleep(60))
+        with pytest.raises(TimeLimitError):
+            await within_limit(slow, 0.01)
+        inner = asyncio.ensure_future(asyncio.sleep(60))
+        outer = asyncio.ensure_future(within_limit(inner, None))
+        await asyncio.sleep(0.01)
+        outer.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await outer
+        await asyncio.sleep(0)
+        assert slow.cancelled() and inner.cancelled()
+
+    asyncio.run(run())
+
+
+def test_a_function_has_a_thread_of_its_own_that_ends_with_it() -> None:
+    found = in_thread(threading.current_thread).result(5)
+    assert found.name == "environment" and found.daemon and found is not threading.current_thread()
+    found.join(5)
+    assert not found.is_alive()
+    raised = in_thread(lambda: wrong_index(7)).result(5)
+    assert isinstance(raised, Raised) and isinstance(raised.error, KeyboardInterrupt) and raised.error.args == (7,)
+
+
+def test_files_of_one_name_in_two_folders_are_two_modules(tmp_path: Path) -> None:
+    modules = []
+    for folder in ("a", "b"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "mine.py").write_text(f"folder = {folder!r}\n")
+        modules.append(module_at(str(tmp_path / folder / "mine.py")))
+    assert [module.folder for module in modules] == ["a", "b"]
+    assert all(sys.modules[module.__name__] is module for module in modules)
+    assert [location_of(module) for module in modules] == [str(tmp_path / folder / "mine.py") for folder in "ab"]
+    program = ModuleType("__main__")
+    assert location_of(program) is None, "of a prompt of Python's"
+    program.__file__ = "/somewhere/train.py"
+    assert location_of(program) == "/somewhere/train.py"

@@ -231,3 +231,63 @@ def test_an_answer_is_needed_if_any_function_needs_one() -> None:
 
     assert [of(each).needs_ground_truth for each in (needs, free, none)] == [True, False, False]
     assert of(free, needs).needs_ground_truth and not of(free, none).needs_ground_truth
+
+
+def test_functions_that_judge_together_and_apart_are_called_response_by_response() -> None:
+    """A batched one comes with the first response; of one response the functions come in their order."""
+    said: list[str] = []
+
+    def apart(solution_str: str, **_: Any) -> float:
+        said.append(f"apart {solution_str}")
+        return 1.0
+
+    def together(completions: list[str]) -> list[float]:
+        said.append("together")
+        return [10.0] * len(completions)
+
+    def behind(solution_str: str, **_: Any) -> float:
+        said.append(f"behind {solution_str}")
+        return 100.0
+
+    scores = of(apart, together, behind).score(calls("a", "b"))
+    assert said == ["apart a", "together", "behind a", "apart b", "behind b"]
+    assert [score.value for score in scores] == [111.0, 111.0]
+
+
+def test_a_call_that_fails_again_is_judged_by_the_last_one() -> None:
+    """Here, in the caller's thread: what an earlier attempt has raised is forgotten, and a number ends them."""
+    results: list[Any] = []
+
+    def next_of(**_: Any) -> Any:
+        found = results.pop(0)
+        if isinstance(found, Exception):
+            raise found
+        return found
+
+    scorer = of(next_of, retries=2, on_failure="zero")
+    results[:] = [ValueError("first"), 3.0, 4.0]
+    (score,) = scorer.score(calls("a"))
+    assert (score.value, score.failures, results) == (3.0, [], [4.0])
+    results[:] = [ValueError("first"), ValueError("second"), ValueError("third")]
+    (score,) = scorer.score(calls("a"))
+    assert score.value == 0.0 and len(score.failures) == 1 and "ValueError: third" in score.failures[0]
+    results[:] = ["text", 5.0]
+    (score,) = scorer.score(calls("a"))
+    assert score.value == 0.0 and results == [5.0], "what returned no number is not called again"
+
+
+def test_batches_that_are_scored_at_one_time_share_a_loop_and_its_limit(opened: ExitStack) -> None:
+    running: list[str] = []
+    most: list[int] = []
+
+    async def waits(solution_str: str, **_: Any) -> float:
+        running.append(solution_str)
+        most.append(len(running))
+        await asyncio.sleep(0.01)
+        running.remove(solution_str)
+        return len(solution_str)
+
+    scorer = opened.enter_context(of(waits, concurrency=2))
+    first, second = scorer.begin(calls("a", "bb", "ccc")), scorer.begin(calls("dddd", "eeeee"))
+    assert [score.value for score in second.result()] == [4, 5] and [score.value for score in first.result()] == [1, 2, 3]
+    assert max(most) == 2

@@ -15,8 +15,8 @@ from rl_backend.contracts import BatchError, ConfigError
 from rl_backend.data.chat_template import encode_messages
 from rl_backend.data.examples import DataConfig
 from rl_backend.data.prompts import endless_batches, epoch_batches, load_prompts
-from rl_backend.data.sft import TrainedTokens, conversation_tokens, load_sft_examples
-from tests.support.chat_templates import CHATML, MARKED, OPENED, TEMPLATES, THINKING, chat_tokenizer
+from rl_backend.data.sft import TrainedTokens, _marked, conversation_tokens, load_sft_examples
+from tests.support.chat_templates import CHATML, MARKED, OPENED, PHI, TEMPLATES, THINKING, chat_tokenizer
 from tests.support.rows import write_rows
 
 CONVERSATION = [
@@ -264,3 +264,30 @@ def test_epochs_decide_the_steps() -> None:
         SFTConfig(**options, epochs=3, steps=50).with_epochs(1000)
     with pytest.raises(ConfigError, match=r"would never reach lr"):
         SFTConfig(**options, epochs=1, lr_warmup_steps=200).with_epochs(100)
+
+
+def test_a_turn_ends_behind_its_own_words_though_the_question_has_them_too() -> None:
+    """Phi's template ends the text as well: what is learnt is the end of the turn."""
+    tokenizer = chat_tokenizer(PHI)
+    for question in ("4", "is it 4 or 5?", "5"):
+        turns = [{"role": "user", "content": question}, {"role": "assistant", "content": "4"}]
+        (found,) = conversation_tokens(turns, tokenizer)
+        first = found.prompt_tokens
+        assert tokenizer.decode(found.token_ids[first:]) == "4<|end|>" and all(found.trained[first:])
+
+
+def test_marks_are_of_the_whole_text_where_an_answer_is_read_by_itself() -> None:
+    """Its tokens are a letter each here; the text is the last three of five letters."""
+
+    def letters(text: str, **_: Any) -> dict[str, Any]:
+        return {"offset_mapping": [(place, place + 1) for place in range(len(text))]}
+
+    for spans, marked in (
+        ([(3, 4)], [False, True, False]),
+        ([(0, 2)], [False, False, False]),
+        ([(1, 3)], [True, False, False]),
+        ([(2, 3), (4, 5)], [True, False, True]),
+        ([(3, 3)], [False, False, False]),
+    ):
+        assert _marked("cde", 5, spans, letters) == marked
+        assert _marked("abcde", 5, spans, letters)[2:] == marked

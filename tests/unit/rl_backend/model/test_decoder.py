@@ -23,7 +23,7 @@ from rl_backend.primitive.adapters import AdapterRun, OwnHead
 from rl_backend.primitive.attention import Segments
 from rl_backend.primitive.norm import NormSpec
 from rl_backend.primitive.rope import Rotary, Rotations
-from rl_backend.primitive.router import RouterSettings
+from rl_backend.primitive.router import RouterSettings, RowSequences
 
 LENGTHS, VOCABULARY, HIDDEN = (3, 5, 1), 13, 8
 TOTAL = sum(LENGTHS)
@@ -249,3 +249,121 @@ def test_only_a_part_may_be_trained_and_a_layer_is_computed_again() -> None:
     assert output is not None
     output.sum().backward()
     assert sorted(calls) == [0, 1, 1, 2, 2] and [name for name, _ in model.named_parameters()] == names
+
+
+FIRST, MIDDLE, LAST = (
+    ModelStage(True, range(1), False),
+    ModelStage(False, range(1, 2), False),
+    ModelStage(False, range(2, 3), True),
+)
+
+
+@pytest.mark.parametrize(
+    ("stage", "head", "tied", "ends"),
+    [
+        (None, "log_probs", False, ["embed_tokens", "lm_head", "mtp", "norm"]),
+        (None, "log_probs", True, ["embed_tokens", "mtp", "norm"]),
+        (None, "values", True, ["embed_tokens", "norm", "score"]),
+        (FIRST, "log_probs", True, ["embed_tokens"]),
+        (MIDDLE, "log_probs", True, []),
+        # A last stage needs embeddings of its own for the second tokens: its head's, where they are the same.
+        (LAST, "log_probs", False, ["lm_head", "mtp", "mtp_embed_tokens", "norm"]),
+        (LAST, "log_probs", True, ["mtp", "norm", "tied_head"]),
+        (LAST, "values", False, ["norm", "score"]),
+    ],
+)
+def test_a_stage_has_the_ends_that_it_computes_with(
+    stage: ModelStage | None, head: Head, tied: bool, ends: list[str]
+) -> None:
+    spec = spec_of(tie_word_embeddings=tied, mtp=MTP)
+    for layer_dtype in (None, torch.bfloat16):
+        model = model_of(spec, head, stage, layer_dtype)
+        own = {name.partition(".")[0]: getattr(model, name.partition(".")[0]) for name, _ in model.named_parameters()}
+        assert sorted(own.keys() - {"layers"}) == ends
+        assert list(model.layers) == [str(index) for index in (stage.layers if stage else range(3))]
+        wide = {id(own[end]) for end in ends if end != "mtp"} if layer_dtype is not None else set()
+        assert {id(end) for end in model.ends_in_float32()} == wide
+    kept = model_of(replace(spec, mtp=replace(MTP, training="keep")), head, stage)
+    assert sorted({name.partition(".")[0] for name, _ in kept.named_parameters()} - {"layers"}) == [
+        end for end in ends if not end.startswith("mtp")
+    ]
+
+
+def routes_seen(model: Decoder, inputs: ModelInput) -> Tensor | None:
+    """By the last layer of a model."""
+    seen: list[RouterInput] = []
+    *_, layer = model.each_layer()
+    layer.mlp.register_forward_pre_hook(lambda _, args: seen.append(args[1]))
+    model(inputs)
+    return seen[0].experts
+
+
+def test_a_stage_takes_the_routes_of_its_own_layers() -> None:
+    routes, hidden = torch.randint(0, 2, (TOTAL, 2, 2)), torch.randn(TOTAL, HIDDEN, dtype=torch.float64)
+    for stage, place in ((MIDDLE, 0), (LAST, 1)):
+        found = routes_seen(model_of(spec_of(), stage=stage), inputs_of(routes=routes, hidden=hidden))
+        assert found is not None and torch.equal(found, routes[:, place])
+
+
+def test_predictions_of_rows_in_another_order_have_the_heads_of_their_own_labels() -> None:
+    """Labels, temperatures and heads go by predictions, what layers adapt by rows."""
+    model, plain = model_of(spec_of()).requires_grad_(False), inputs_of()
+    weight, bias = torch.randn(1, HIDDEN, dtype=torch.float64), torch.randn(1, dtype=torch.float64)
+    own = OwnHead(weight, bias, torch.zeros_like(weight), torch.zeros_like(bias))
+    temperature = torch.linspace(0.5, 1.5, TOTAL, dtype=torch.float64)
+    whole = plain._replace(
+        heads=("log_probs", "values"),
+        adapters=[AdapterRun(3, 8, {}, head=own)],
+        temperature=temperature,
+        calculate_entropy=True,
+    )
+    expected = run(model, whole)
+    turned = whole._replace(
+        of_rows=torch.arange(TOTAL).flip(0),
+        labels=whole.labels.flip(0),
+        temperature=temperature.flip(0),
+        head_adapters=[AdapterRun(1, 6, {}, head=own)],
+    )
+    found = run(model, turned)
+    for mine, right in (
+        (found.log_probs, expected.log_probs),
+        (found.entropy, expected.entropy),
+        (found.values, expected.values),
+    ):
+        assert mine is not None and right is not None and right.any()
+        torch.testing.assert_close(mine, right.flip(0))
+    critic = model_of(spec_of(), "values")
+    values, in_order = run(critic, turned._replace(adapters=(), head_adapters=None)).values, run(critic, plain).values
+    assert values is not None and in_order is not None
+    torch.testing.assert_close(values, in_order.flip(0))
+
+
+@pytest.mark.parametrize("layer_dtype", [None, torch.bfloat16], ids=str)
+def test_the_scale_of_embeddings_is_rounded_to_their_dtype(layer_dtype: torch.dtype | None) -> None:
+    """As transformers' Gemma has it: 45.37 is 45.25 in bfloat16."""
+    model = model_of(spec_of(embedding_scale=45.37), layer_dtype=layer_dtype).float()
+    ids = torch.arange(VOCABULARY)
+    assert model.embed_tokens is not None
+    weight = model.embed_tokens.weight.detach().clone()
+    if layer_dtype is None:
+        torch.testing.assert_close(model._look_up(model.embed_tokens, ids), weight * 45.37)
+        model.bfloat16()
+    found = model._look_up(model.embed_tokens, ids)
+    assert found.dtype == torch.bfloat16
+    assert torch.equal(found, (weight.bfloat16().float() * 45.25).bfloat16())
+    assert not torch.equal(found, (weight.bfloat16().float() * 45.37).bfloat16()), "it makes a difference"
+
+
+def test_the_router_of_second_tokens_knows_their_padding_and_sequences() -> None:
+    mtp = replace(MTP, layer=LayerSpec(ATTENTION, MIXTURE))
+    model, inputs = model_of(spec_of(mtp=mtp, layers=LAYERS[:1])), inputs_of(router_loss_weight=0.25)
+    padding, of_rows = torch.zeros(TOTAL, dtype=torch.bool), RowSequences(torch.arange(TOTAL) % 3, 3)
+    second = SecondTokens(inputs.labels, second_labels(inputs.labels), 3, inputs.position_ids, inputs.segments)
+    seen: list[RouterInput] = []
+    assert model.mtp is not None
+    layer: Any = model.mtp.layer
+    layer.mlp.register_forward_pre_hook(lambda _, args: seen.append(args[1]))
+    run(model, inputs._replace(second=second._replace(padding=padding, sequences=of_rows)))
+    (router,) = seen
+    assert router.padding is padding and router.sequences is of_rows
+    assert (router.loss_weight, router.experts, layer.place) == (0.25, None, 0)

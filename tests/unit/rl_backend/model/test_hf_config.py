@@ -241,3 +241,8 @@ def test_the_object_that_is_there_is_read_and_equal_ones_are_one() -> None:
     for fields in (*both, both[0] | both[1]):
         assert rotary(None, **fields) == (Rotary(8, 5.0, LinearScaling(2.0)), 128)
     assert rotary(None, rope_parameters=None, rope_scaling=linear).rotary.scaling == LinearScaling(2.0)
+
+
+def test_one_is_a_number_of_heads_and_the_smallest_numbers_are_numbers() -> None:
+    assert config_of(n=1).positive_int("n") == 1 and config_of().positive_int("n", 1) == 1
+    assert config_of(x=5e-324).positive_float("x") == 5e-324

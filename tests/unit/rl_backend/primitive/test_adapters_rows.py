@@ -115,3 +115,22 @@ def test_dropout_drops_its_share_and_keeps_the_mean(dropout: float) -> None:
     assert float((kept == 0).float().mean()) == pytest.approx(dropout, abs=0.02)
     assert float(kept.mean()) == pytest.approx(2.0, rel=0.15)
     torch.testing.assert_close(kept[kept != 0].unique(), torch.tensor([2.0 / (1 - dropout)]))
+
+
+def test_dropout_of_any_seed_and_dtype_is_told_by_module_and_draw() -> None:
+    ones = torch.ones(ROWS, INPUTS)
+    masks = [dropped(ones, draw, factors(0.5, seed)) for seed, draw in ((2**62, 1), (2**62, 2), (2**62 + 1, 1), (5, 2**40))]
+    assert all(not torch.equal(one, other) for place, one in enumerate(masks) for other in masks[:place])
+    assert torch.equal(dropped(ones, 1, factors(0.5, 2**62)), masks[0])
+    half = dropped(ones.bfloat16(), 1, factors(0.5, 2**62))
+    assert half.dtype == torch.bfloat16 and torch.equal(half.float(), masks[0])
+
+
+def test_owners_of_experts_are_in_the_order_of_their_numbers_on_every_rank() -> None:
+    modules = {9: {"second": factors()}, 7: {"first": factors()}}
+    with adapters_at_work(
+        [AdapterRun(0, 5, {}, draw=3, key=9, of_experts=modules), AdapterRun(5, 8, {}, key=7, of_experts=modules)]
+    ):
+        owners = row_owners(8, TokenShare(), torch.device("cpu"))
+    assert owners is not None and list(owners.keys) == [7, 9] and list(owners.modules) == [modules[7], modules[9]]
+    assert owners.of_rows.tolist() == [1] * 5 + [0] * 3 and list(owners.draws) == [-1, 3]

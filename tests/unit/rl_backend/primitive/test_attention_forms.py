@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from rl_backend.primitive import attention
 from rl_backend.primitive.attention import Segments, packed_attention
@@ -135,3 +136,38 @@ def test_inputs_and_sinks_stay_as_they_are() -> None:
     packed_attention(q, k, v, segments_of(lengths), 2, sinks)
     assert all(torch.equal(*pair) for pair in zip((q, k, v), before, strict=True)) and sinks.tolist() == [0.5, -1.0]
     assert Segments.of_sequences(torch.tensor([0, 5]), [5]).query_lens == (5,)
+
+
+@pytest.mark.parametrize("window", [None, 1, 2, 5, 9])
+def test_a_sequence_has_a_score_for_each_key_that_each_query_sees(window: int | None) -> None:
+    for keys in range(8):
+        assert attention._pairs(keys, window) == sum(min(place + 1, window or 99) for place in range(keys))
+
+
+@pytest.mark.parametrize("window", [None, 3])
+def test_a_plan_counts_the_products_of_scores_and_of_their_gradients(
+    monkeypatch: pytest.MonkeyPatch, window: int | None
+) -> None:
+    class Noted(TorchDispatchMode):
+        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if "attend_on_meta" in str(function):
+                counted.append(args[2])
+            return function(*args, **(kwargs or {}))
+
+    counted: list[int] = []
+    monkeypatch.setattr(attention, "_count", lambda like, products: counted.append(products))
+    query, key, value = (each.detach().to("meta").requires_grad_() for each in draw(6, 2, 4, 7))
+    with Noted():
+        packed_attention(query, key, value, segments_of(LENGTHS), window).sum().backward()
+    lengths = zip(LENGTHS.queries, LENGTHS.keys, strict=True)
+    scores = 6 * sum(min(place + 1, window or 99) for own, keys in lengths for place in range(keys - own, keys))
+    # Scores and what they weigh; then scores again, and gradients of scores, weights, queries, keys and values.
+    assert counted == [scores * (4 + 7), scores * (3 * 4 + 2 * 7)]
+
+
+def test_some_segments_begin_where_those_before_them_end() -> None:
+    some = segments_of(LENGTHS).some([3, 1])
+    assert (some.query_lens, some.key_lens) == ((70, 1), (90, 6)) and some.key_index is None and some.tree is None
+    assert some.cu_queries.tolist() == [0, 70, 71] and some.cu_keys.tolist() == [0, 90, 96]
+    # What kernels take.
+    assert some.cu_queries.dtype == some.cu_keys.dtype == torch.int32

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from rl_backend.primitive.adapters import AdapterRun, Factors
+from rl_backend.primitive.adapters import AdapterRun, Factors, dropped
 from rl_backend.primitive.experts import ClampedExperts, adapted_experts
 from rl_backend.primitive.router import Routing
 
@@ -85,3 +85,40 @@ def test_rows_of_clamped_experts_keep_their_bits_beside_others(own: Sequence[int
     alone, together = run(slice(0, len(mine))), run(slice(0, len(x)))
     for found, expected in zip(together, alone, strict=True):
         assert torch.equal(found[: len(mine)], expected)
+
+
+def test_adapters_of_experts_drop_what_goes_in_by_their_draws_and_modules() -> None:
+    """Two senders' rows of one expert, and rows of another: what is dropped is left out of the change alone."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(sum(COUNTS), INPUTS, generator=generator, dtype=torch.float64)
+    weight = torch.randn(EXPERTS, 2, WIDTH, INPUTS, generator=generator, dtype=torch.float64)
+    modules = {NAMES[0][0]: factors(1, 2, 0.5), NAMES[0][1]: factors(2, 3, 2.0), NAMES[2][1]: factors(3, 2, 1.5)}
+    modules = {name: each._replace(dropout=0.4) for name, each in modules.items()}
+    runs = [
+        (0, AdapterRun(0, 2, modules, draw=10)),
+        (0, AdapterRun(2, 5, modules, draw=11)),
+        (2, AdapterRun(5, 9, modules, draw=10)),
+        (2, AdapterRun(9, 12, modules)),
+    ]
+    inputs, reference = x.clone().requires_grad_(), x.clone().requires_grad_()
+    found = adapted_experts(inputs, weight, torch.tensor(COUNTS), NAMES, runs)
+    leaves = {name: (each.a.clone().requires_grad_(), each.b.clone().requires_grad_()) for name, each in modules.items()}
+    expected = torch.cat([reference[: COUNTS[0]] @ weight[0].flatten(0, 1).t(), reference[5:] @ weight[2].flatten(0, 1).t()])
+    for expert, run in runs:
+        for place, name in enumerate(NAMES[expert]):
+            if name in modules:
+                own = reference[run.start : run.stop]
+                kept = own * dropped(torch.ones_like(own), run.draw, modules[name])
+                change = torch.zeros_like(expected)
+                a, b = leaves[name]
+                change[run.start : run.stop, place * WIDTH : (place + 1) * WIDTH] = (
+                    modules[name].scale * kept @ a.t() @ b.t()
+                )
+                expected = expected + change
+    torch.testing.assert_close(found, expected)
+    mix = torch.randn(expected.shape, generator=generator, dtype=torch.float64)
+    (found * mix).sum().backward()
+    (expected * mix).sum().backward()
+    torch.testing.assert_close(inputs.grad, reference.grad)
+    for name, (a, b) in leaves.items():
+        torch.testing.assert_close((modules[name].grad_a, modules[name].grad_b), (a.grad, b.grad))

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from rl_backend.contracts import BatchError, PackedBatch, SamplingCuts
 from rl_backend.primitive import log_prob
-from rl_backend.primitive.adapters import AdapterRun, Factors
+from rl_backend.primitive.adapters import AdapterRun, Factors, dropped
 from rl_backend.primitive.log_prob import NextToken, VocabularyShard, next_token_log_probs
 from tests.support.token_cuts import mask_beside, of_kept
 from tests.unit.rl_backend.primitive.test_log_prob_shards import H, T, V, inputs, on_ranks
@@ -137,3 +137,63 @@ def test_cuts_that_cannot_be_are_refused(meta: dict[str, float]) -> None:
     assert several.cuts is None
     with pytest.raises(BatchError, match="which is sampled is unknown"):
         _ = PackedBatch(several.input_ids, several.seq_lens, several.token_fields, meta={"top_k": 3}).cuts
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_a_pass_without_a_label_has_nothing_to_cut_and_still_its_likeliest_tokens(masked: bool) -> None:
+    hidden, weight, bias, _ = inputs()
+    labels, own = torch.full((T,), -100), hidden.clone().requires_grad_()
+    mask = torch.full((T, 3), -1, dtype=torch.int32) if masked else None
+    found = next_token_log_probs(
+        own, weight, labels, bias=bias, calculate_entropy=True, top=3, cuts=SamplingCuts(0.9, 5, 0.01, mask), chunk_tokens=5
+    )
+    assert found.entropy is not None and found.mask_disagreement is not None and found.top is not None
+    assert [each.tolist() for each in (found.log_probs, found.entropy, found.mask_disagreement)] == [[0.0] * T] * 3
+    assert torch.equal(found.top.ids, (hidden @ weight.t() + bias).topk(3).indices)
+    (gradient,) = torch.autograd.grad(found.log_probs.sum() + found.entropy.sum(), own)
+    assert not gradient.any()
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_every_option_at_once_is_a_softmax_over_the_words_that_are_kept(masked: bool) -> None:
+    """Labels of rows that they share, with a bias, temperatures, two adapters, of which one has the head, and a gap."""
+    generator = torch.Generator().manual_seed(6)
+    rows = torch.tensor([0, 0, 1, 4, 4, 2, 3, 3, 3, 0, 2, 1, 4])
+    _, weight, bias, labels = inputs()
+    hidden, a, b = (torch.randn(shape, generator=generator, dtype=torch.float64) for shape in ((5, H), (3, H), (V, 3)))
+    factors = Factors(a, b, torch.zeros_like(a), torch.zeros_like(b), 0.5, 0.4, 7)
+    runs = [AdapterRun(0, 2, {}), AdapterRun(3, 9, {"lm_head": factors}, draw=2), AdapterRun(9, T, {})]
+    # The head is frozen where adapters are at work.
+    leaves = [each.clone().requires_grad_() for each in (hidden, a, b)]
+    own_rows = leaves[0][rows]
+    kept = torch.zeros(T, H, dtype=torch.float64)
+    kept[3:9] = dropped(torch.ones(6, H, dtype=torch.float64), 2, factors)
+    logits = own_rows @ weight.t() + bias + 0.5 * (own_rows * kept) @ leaves[1].t() @ leaves[2].t()
+    logits = logits / TEMPERATURE[:, None]
+    cuts = SamplingCuts(0.9, 20, 0.001)
+    labels = some_kept(logits, labels)
+    if masked:
+        cuts = cuts._replace(mask=mask_beside(logits.detach(), labels, cuts))
+    log_probs, entropy, differs = of_kept(logits, labels, cuts)
+    expected = torch.autograd.grad(mixed(log_probs, entropy), leaves)
+    own = hidden.clone().requires_grad_()
+    found = next_token_log_probs(
+        own,
+        weight,
+        labels,
+        bias=bias,
+        temperature=TEMPERATURE,
+        chunk_tokens=4,
+        calculate_entropy=True,
+        adapters=runs,
+        top=3,
+        cuts=cuts,
+        of_rows=rows,
+    )
+    assert found.entropy is not None and found.top is not None
+    torch.testing.assert_close((found.log_probs, found.entropy, found.mask_disagreement), (log_probs, entropy, differs))
+    likeliest = logits.detach().log_softmax(-1).topk(3)
+    assert torch.equal(found.top.ids, likeliest.indices)
+    torch.testing.assert_close(found.top.log_probs, likeliest.values)
+    gradients = torch.autograd.grad(mixed(found.log_probs, found.entropy), own)
+    torch.testing.assert_close((*gradients, factors.grad_a, factors.grad_b), expected)

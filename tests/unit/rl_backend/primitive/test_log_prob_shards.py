@@ -5,6 +5,7 @@ Ranks are threads here, which meet at a barrier for each reduction.
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -14,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from rl_backend.contracts import BatchError
+from rl_backend.contracts import BatchError, SamplingCuts
 from rl_backend.primitive import log_prob
 from rl_backend.primitive.adapters import AdapterRun, Factors
 from rl_backend.primitive.log_prob import IGNORE_LABEL, NextToken, VocabularyShard, next_token_log_probs
@@ -191,3 +192,39 @@ def test_negative_labels_but_one_are_refused(labels: list[int]) -> None:
     smallest = min(label for label in labels if label != IGNORE_LABEL)
     with pytest.raises(BatchError, match=f"labels reach from {smallest} to {max(labels)}"):
         next_token_log_probs(torch.randn(2, H), torch.randn(7, H), torch.tensor(labels))
+
+
+@pytest.mark.parametrize("sizes", [(0, 500, 400), (600, 0, 300), (500, 400, 0)], ids=str)
+@pytest.mark.parametrize("cuts", [None, SamplingCuts(0.95, 30)], ids=["whole", "cut"])
+def test_a_rank_without_words_has_the_results_of_the_whole(
+    monkeypatch: pytest.MonkeyPatch, sizes: tuple[int, int, int], cuts: SamplingCuts | None
+) -> None:
+    monkeypatch.setattr(sys.modules[__name__], "SIZES", sizes)
+    hidden, weight, bias, labels = inputs()
+
+    def run(start: int, stop: int, shard: VocabularyShard | None) -> tuple[NextToken, list[Tensor]]:
+        own = [each.clone().requires_grad_() for each in (hidden, weight[start:stop], bias[start:stop])]
+        output = next_token_log_probs(
+            own[0],
+            own[1],
+            labels,
+            bias=own[2],
+            chunk_tokens=5,
+            calculate_entropy=True,
+            top=4,
+            shard=shard,
+            cuts=cuts,
+        )
+        return output, list(torch.autograd.grad(mixed(output, True), own))
+
+    whole, gradients = run(0, V, None)
+    results, _ = on_ranks(lambda rank, start, stop, shard: run(start, stop, shard))
+    assert whole.top is not None
+    for output, _ in results:
+        torch.testing.assert_close(output.log_probs, whole.log_probs)
+        torch.testing.assert_close((output.entropy, output.mask_disagreement), (whole.entropy, whole.mask_disagreement))
+        assert output.top is not None and torch.equal(output.top.ids, whole.top.ids)
+        torch.testing.assert_close(output.top.log_probs, whole.top.log_probs)
+    torch.testing.assert_close(sum(found[0] for _, found in results), gradients[0])
+    for place in (1, 2):
+        torch.testing.assert_close(torch.cat([found[place] for _, found in results]), gradients[place])

@@ -15,6 +15,7 @@ from rl_backend.primitive.log_prob import (
     Tokens,
     add_matmul,
     buffers_for,
+    kept_logits_bytes,
     logits_chunk_bytes,
     vocabulary_slices,
 )
@@ -167,3 +168,10 @@ def test_a_probability_of_0_has_no_gradient_of_entropy() -> None:
     gradient = NextTokenGradient(0 * one, one, 0 * one, 2000.0 * one)
     found = gradient.of_logits(slice(0, 1), tile, tile.logits(torch.empty(3)), [torch.empty(3), torch.empty(3)])
     assert found.tolist() == [[0.0, 0.0, 0.0]]
+
+
+def test_a_plan_knows_which_logits_stay_for_the_backward_pass() -> None:
+    most = 2**30 // (1000 * 4)
+    assert kept_logits_bytes(10, 4, 1000) == 4 * 1000 * 4
+    assert kept_logits_bytes(most, 7, 1000) == 7 * 1000 * 4 and kept_logits_bytes(most + 1, 7, 1000) == 0
+    assert kept_logits_bytes(10, 4, 0) == 0, "a rank may have no part of a small vocabulary"

@@ -80,3 +80,15 @@ def assert_as_whole_sequences(tree: PrefixTree, window: int | None, heads: tuple
     ):
         found.append((attended, *torch.autograd.grad((attended * mix).sum(), inputs)))
     torch.testing.assert_close(found[0], found[1], rtol=0.0, atol=1e-12)
+
+
+def test_rows_are_counted_by_the_sequences_that_have_them() -> None:
+    # The first run ends one sequence, and what continues it ends two and one.
+    assert TREE.row_counts.tolist() == [4, 4, 4, 2, 2, 1, 1, 1, 1, 1] and TREE.row_counts.dtype == torch.int64
+    assert TREE.padded(4).row_counts.tolist() == [*TREE.row_counts.tolist(), 0, 0], "rows that fill up are nobody's"
+    assert TREE.num_tokens == TREE.padded(4).num_tokens == 21 == int(TREE.row_counts.sum())
+    chain = PrefixTree((1, 2, 1, 1), (-1, 0, 1, 1), (2, 3, 3, 1))
+    assert chain.row_counts.tolist() == [4, 4, 4, 1, 2] and chain.key_lens == (1, 3, 4, 4)
+    assert chain.sequence_rows == (5, 0, 0, 0), "of whatever depth"
+    # Of two roots the second is that of the first sequence.
+    assert PrefixTree((2, 3, 1), (-1, -1, 0), (1, 2, 0)).sequence_rows == (3, 3, 0)

@@ -136,3 +136,10 @@ def test_a_micro_batch_computes_each_embedding_once() -> None:
     assert one[0].dtype == torch.float64 and one[0].shape == (4, 1, 4)
     again = Rotations(torch.arange(4) + 1, torch.float64).of(Rotary(4, 10.0))
     assert again is not None and not torch.equal(again[0], one[0]), "positions are a micro-batch's"
+
+
+def test_a_context_shorter_than_every_wave_leaves_the_first_frequency_alone_as_it_is() -> None:
+    """Both of YaRN's dimensions are then the first, between which nothing can be linear."""
+    plain = Rotary(8, 1e4).frequencies()
+    found = Rotary(8, 1e4, YarnScaling(4.0, 2, 1.0)).frequencies()
+    torch.testing.assert_close(found, plain * torch.tensor([1.0, 0.25, 0.25, 0.25]))

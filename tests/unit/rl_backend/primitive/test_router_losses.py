@@ -189,3 +189,24 @@ def test_ranks_reduce_the_use_of_experts_once_and_that_of_sequences_once_more() 
         reduced.clear()
         with_router_losses(routed(logits, settings), settings, coefficients, 1.0, PADDING, note, RowSequences(OF_ROWS, 3))
         assert reduced == expected
+
+
+@pytest.mark.parametrize("coefficients", [(0.3, 0.0, 0.0), (0.0, 0.2, 0.0), (0.0, 0.0, 0.5)], ids=str)
+def test_a_row_of_several_tokens_counts_as_often_in_the_losses_and_padding_is_nobodys(
+    coefficients: tuple[float, float, float],
+) -> None:
+    settings, rows = settings_of("sigmoid"), torch.tensor([0, 1, 1, 4, 0, 1, 6, 6, 6, 8])
+    sequences = torch.tensor([0, 0, 0, 0, 1, 1, 2, 2, 2, 2])
+    gradients = []
+    for shared in (True, False):
+        logits = logits_of()
+        routing = routed(logits if shared else logits[rows], settings)
+        of_rows = RowSequences(sequences, 3, rows if shared else None)
+        # Rows that no token has are those that fill up.
+        padding = torch.ones(TOKENS, dtype=torch.bool).index_fill(0, rows, False) if shared else None
+        found = with_router_losses(routing, settings, RouterLossCoefficients(*coefficients), 0.25, padding, None, of_rows)
+        assert torch.equal(found.weights, routing.weights)
+        (gradient,) = torch.autograd.grad((0.0 * found.weights).sum(), logits)
+        gradients.append(gradient)
+    assert gradients[0].any() and not gradients[0][2].any()
+    torch.testing.assert_close(*gradients)

@@ -73,3 +73,42 @@ def test_values_and_gradients_are_those_of_each_head_by_itself(counts: bool) -> 
 def test_without_a_tenant_that_has_a_head_the_others_are_the_values() -> None:
     others = torch.zeros(12)
     assert values_of_tenants(torch.zeros(12, HIDDEN), others, runs(None, None)) is others
+
+
+def test_rows_with_values_have_none_of_several_labels() -> None:
+    labels = torch.arange(24).view(12, 2)
+    found = labels_without_values(labels, runs(None, head(1)))
+    assert found.tolist() == [[-100, -100] if 4 <= row < 7 else [2 * row, 2 * row + 1] for row in range(12)]
+    assert torch.equal(labels, torch.arange(24).view(12, 2))
+
+
+def test_values_are_float32_or_better_whatever_the_model_is() -> None:
+    generator = torch.Generator().manual_seed(0)
+    alone = ValueHead(HIDDEN)
+    with torch.no_grad():
+        alone.weight.copy_(torch.randn(1, HIDDEN, generator=generator))
+        alone.bias.fill_(0.3)
+    hidden = torch.randn(9, HIDDEN, generator=generator)
+    for dtype, wide in ((torch.bfloat16, torch.float32), (torch.float32, torch.float32), (torch.float64, torch.float64)):
+        module = ValueHead(HIDDEN).to(dtype)
+        module.load_state_dict(alone.state_dict())
+        x = hidden.to(dtype)
+        found = module(x)
+        assert found.shape == (9,) and found.dtype == wide
+        expected = (x.double() * module.weight[0].double()).sum(-1) + module.bias.double()
+        torch.testing.assert_close(found.double(), expected, atol=1e-5, rtol=0)
+
+
+def test_tenants_heads_of_a_bfloat16_model_have_float32_values_and_gradients() -> None:
+    generator = torch.Generator().manual_seed(0)
+    rounded = torch.randn(12, HIDDEN, generator=generator).bfloat16().requires_grad_()
+    wide = rounded.detach().float().requires_grad_()
+    heads, results = [head(1), head(1)], []
+    for hidden, own in zip((rounded, wide), heads, strict=True):
+        values = values_of_tenants(hidden, torch.zeros(12), runs(None, own))
+        (values * torch.arange(12.0)).sum().backward()
+        results.append((values, own.grad_weight, own.grad_bias))
+    assert results[0][0].dtype == torch.float32
+    torch.testing.assert_close(results[0], results[1])
+    assert rounded.grad is not None and wide.grad is not None and rounded.grad.dtype == torch.bfloat16
+    assert torch.equal(rounded.grad, wide.grad.bfloat16())

@@ -6,7 +6,9 @@ import json
 import math
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -14,7 +16,7 @@ import torch
 
 from rl_backend.trace import chrome, device
 from rl_backend.trace.chrome import ChromeTraceWriter, read_trace
-from rl_backend.trace.recorder import CATEGORIES, TraceRecorder
+from rl_backend.trace.recorder import CATEGORIES, Event, TraceRecorder
 from tests.support.chrome_trace import check_trace
 
 
@@ -272,3 +274,157 @@ def test_a_trace_ends_at_its_size_and_says_what_is_missing(tmp_path: Path, monke
     assert path.stat().st_size < 2200
     assert events[-1]["name"] == "trace full"
     assert events[-1]["args"]["events_not_written"] == 100 - (len(events) - 1)
+
+
+def test_an_end_forgets_events_threads_and_times_that_are_not_known_yet() -> None:
+    recorder = TraceRecorder()
+    recorder.start(capacity=1)
+    other = threading.Thread(target=lambda: recorder.add("other", "phase", 0, 1, {}))
+    other.start()
+    other.join()
+    recorder.add("mine", "phase", 0, 1, {})
+    (event,) = recorder.take()
+    assert (event.name, event.thread) == ("mine", 1), "the other's has been dropped"
+    recorder.add_when_known(lambda: event)
+    recorder.stop()
+    recorder.add("off", "phase", 0, 1, {})
+    recorder.add_when_known(lambda: event)
+    assert recorder.take() == []
+    recorder.start()
+    recorder.add("again", "phase", 0, 1, {})
+    batch = recorder.take_batch()
+    assert [(each.name, each.thread) for each in batch.events] == [("again", 0)] and batch.dropped == 0
+
+
+def test_times_that_come_later_keep_their_order_and_the_oldest_are_dropped_beyond_the_ring() -> None:
+    recorder = TraceRecorder()
+    recorder.start(capacity=2)
+    recorder.add("work", "micro_batch", 5, 9, {})
+    (event,) = recorder.take()
+    known: set[int] = set()
+
+    def later(number: int) -> Callable[[], Event | None]:
+        return lambda: event._replace(start=number) if number in known else None
+
+    for number in range(3):
+        recorder.add_when_known(later(number))
+    known.add(2)
+    assert recorder.take() == [], "the one before it is not known yet"
+    known.update((0, 1))
+    batch = recorder.take_batch()
+    assert [each.start for each in batch.events] == [1, 2] and batch.dropped == 1
+
+
+class PendingEvent(TimedEvent):
+    """One that happens when the device gets there."""
+
+    there = False
+
+    def query(self) -> bool:
+        return self.there
+
+
+def test_a_span_on_a_gpu_is_known_when_it_has_happened_and_is_of_the_thread_that_began_it(
+    recorder: TraceRecorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(TimedEvent, "made", 0)
+    monkeypatch.setattr(torch.cuda, "Event", PendingEvent)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
+    monkeypatch.setattr(device, "recorder", recorder)
+    monkeypatch.setattr(device, "_reference", lambda _: (TimedEvent(enable_timing=True), 0))
+    recorder.add("mine", "phase", 0, 1, {})
+
+    def run() -> None:
+        with device.device_span(torch.device("cuda", 0), "forward", "micro_batch"):
+            pass
+
+    other = threading.Thread(target=run)
+    other.start()
+    other.join()
+    assert [event.name for event in recorder.take()] == ["mine"]
+    monkeypatch.setattr(PendingEvent, "there", True)
+    assert [(event.name, event.thread) for event in recorder.take()] == [("forward", 1)]
+
+
+def test_nothing_is_asked_of_a_gpu_where_nothing_is_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise AssertionError("asked")
+
+    off = TraceRecorder()
+    ran: list[int] = []
+    monkeypatch.setattr(device, "recorder", off)
+    monkeypatch.setattr(torch.cuda, "Event", refuse)
+    monkeypatch.setattr(device, "_reference", refuse)
+    with device.device_span(torch.device("cuda", 0), "forward", "micro_batch"):
+        ran.append(1)
+    assert ran == [1] and off.take() == []
+
+
+def test_the_clock_of_a_device_is_placed_again_when_it_is_old_and_each_device_has_its_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    said: list[tuple[str, object]] = []
+
+    class Placed:
+        def __init__(self, enable_timing: bool = False) -> None:
+            assert enable_timing
+
+        def record(self, stream: object) -> None:
+            said.append(("record", stream))
+
+        def synchronize(self) -> None:
+            said.append(("wait", None))
+
+    now = [100]
+    monkeypatch.setattr(torch.cuda, "Event", Placed)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: f"stream of {device}")
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: said.append(("all", str(device))))
+    monkeypatch.setattr(device, "time", SimpleNamespace(monotonic_ns=lambda: now[0]))
+    monkeypatch.setattr(device, "_references", {})
+    first, second = torch.device("cuda", 0), torch.device("cuda", 1)
+    event, happened = device._reference(first)
+    assert happened == 100 and said == [("all", "cuda:0"), ("record", "stream of cuda:0"), ("wait", None)]
+    now[0] += device.REFERENCE_NS
+    assert device._reference(first) == (event, 100) and len(said) == 3, "it is exact for so long"
+    assert device._reference(second)[0] is not event and device._reference(second)[1] == now[0]
+    now[0] += 1
+    again, happened = device._reference(first)
+    assert again is not event and happened == now[0]
+    assert device._reference(second)[1] == now[0] - 1 and len(said) == 9
+
+
+def test_what_follows_a_full_trace_is_not_written_however_short_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(chrome, "MAX_BYTES", 600)
+    writer = ChromeTraceWriter(tmp_path / "trace.json")
+    for name in ("first", "x" * 600, "last"):
+        writer.complete(1, 1, name, "phase", 0.0, 1.0, {})
+    writer.close()
+    events = json.loads((tmp_path / "trace.json").read_text())
+    assert [event["name"] for event in events] == ["first", "trace full"]
+    assert events[-1]["args"] == {"events_not_written": 2}
+
+
+def test_events_have_their_places_and_are_read_before_the_end(tmp_path: Path) -> None:
+    writer = ChromeTraceWriter(tmp_path / "trace.json")
+    writer.process(3, "rank 2")
+    writer.thread(3, 4, "main")
+    writer.instant(3, "lost", "trace", 2.00049, {"events": 1})
+    writer.complete(3, 4, "x", "phase", 1.23456, 7.00051, {})
+    writer.arrow(9, "weights", "weights", (1, 0, 2.0), (3, 4, 5.0))
+    writer.flush()
+    named = {"ph": "M", "pid": 3}
+    assert read_trace(tmp_path / "trace.json") == [
+        {"name": "process_name", **named, "tid": 0, "args": {"name": "rank 2"}},
+        {"name": "process_sort_index", **named, "tid": 0, "args": {"sort_index": 3}},
+        {"name": "thread_name", **named, "tid": 4, "args": {"name": "main"}},
+        {"name": "thread_sort_index", **named, "tid": 4, "args": {"sort_index": 4}},
+        {"name": "lost", "cat": "trace", "ph": "i", "ts": 2.0, "pid": 3, "tid": 0, "s": "p", "args": {"events": 1}},
+        {"name": "x", "cat": "phase", "ph": "X", "ts": 1.235, "pid": 3, "tid": 4, "dur": 7.001, "args": {}},
+        {"name": "weights", "cat": "weights", "ph": "s", "ts": 2.0, "pid": 1, "tid": 0, "id": 9},
+        {"name": "weights", "cat": "weights", "ph": "f", "ts": 5.0, "pid": 3, "tid": 4, "id": 9, "bp": "e"},
+    ]
+    writer.close()
+    (tmp_path / "broken.json").write_bytes(b'[\n{"a":1},\n{"b":\n{"c":2}\n')
+    assert read_trace(tmp_path / "broken.json") == [{"a": 1}, {"c": 2}]
