@@ -275,3 +275,44 @@ def test_gradients_are_those_of_parameters_that_have_one_and_of_the_names_asked_
     for parameter in parameters.values():
         parameter.grad = None
     assert exported() == {} and required == ["export_gradients"]
+
+
+@pytest.mark.parametrize("dtype", [None, torch.float64], ids=str)
+def test_a_rank_gives_its_own_rectangle_of_each_weight_or_nothing_of_it(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype | None
+) -> None:
+    """Of three ranks: rows of the first weight, the second on one rank alone, the third on all."""
+    layouts = {
+        "rows": TensorLayout(ShardLayout((4, 2), (3,), (0, 1, 2), ((0, 0),)), torch.float32),
+        "one": TensorLayout(ShardLayout((3, 3), (), (2,), ()), torch.bfloat16),
+        "all": TensorLayout(ShardLayout((5,), (3,), (0, 1, 2), ()), torch.float32),
+    }
+    names: Mapping[str, Any] = {name: f"{name}.weight" for name in layouts}
+    full = {"rows": whole(4, 2), "one": whole(3, 3), "all": whole(5)}
+    found: dict[str, list[tuple[int, tuple[int, ...], Tensor]]] = {name: [] for name in names.values()}
+    for rank in range(3):
+        monkeypatch.setattr(dist, "get_rank", lambda rank=rank: rank)
+        monkeypatch.setattr(export, "local_region", lambda tensor: ())
+        mine = {
+            name: full[name][layout.shards.region(rank)].to(layout.dtype)
+            for name, layout in layouts.items()
+            if rank in layout.shards.ranks
+        }
+        handle: Any = SimpleNamespace(
+            parameters=mine, weight_names=names, layouts=layouts, groups=SimpleNamespace(device=CPU)
+        )
+        shards = list(export.export_shards(handle, dtype))
+        assert [shard.name for shard in shards] == list(names.values())
+        for shard, (name, layout) in zip(shards, layouts.items(), strict=True):
+            assert shard.shape == layout.shards.shape and shard.tensor.dtype == (dtype or layout.dtype)
+            assert len(shard.offset) == len(shard.shape)
+            if shard.tensor.numel():
+                found[f"{name}.weight"].append((rank, shard.offset, shard.tensor.float()))
+    # Two rows each for the first two ranks, and none for the third, which alone has the second weight; the first ranks have
+    # as little as each other, and the first of them sends what all have.
+    assert [(rank, offset) for rank, offset, _ in found["rows.weight"]] == [(0, (0, 0)), (1, (2, 0))]
+    assert torch.equal(torch.cat([part for *_, part in found["rows.weight"]]), full["rows"])
+    ((rank, offset, part),) = found["one.weight"]
+    assert (rank, offset) == (2, (0, 0)) and torch.equal(part, full["one"])
+    ((rank, offset, part),) = found["all.weight"]
+    assert (rank, offset) == (0, (0,)) and torch.equal(part, full["all"])

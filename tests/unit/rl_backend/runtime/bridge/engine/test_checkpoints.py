@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from rl_backend.contracts import CheckpointError
+from rl_backend.contracts import CheckpointError, UnsupportedError
 from rl_backend.runtime.bridge import installed
 from rl_backend.runtime.bridge.engine import engine as checkpoints
 from rl_backend.runtime.bridge.megatron import cpu as megatron_cpu
@@ -217,3 +217,31 @@ def test_what_megatron_imports_in_vain_can_be_subclassed_and_never_made(monkeypa
     monkeypatch.setattr(installed.importlib.util, "find_spec", lambda name: name)
     with installed.placeholders():
         assert "transformer_engine" not in sys.modules and installed.has_transformer_engine()
+
+
+@pytest.mark.parametrize("missing", ["megatron.core.optimizer", "megatron.bridge"])
+def test_a_package_that_megatron_lacks_is_named_and_pickles_of_torch_stay_its_own(
+    monkeypatch: pytest.MonkeyPatch, missing: str
+) -> None:
+    load: Any = torch.storage._load_from_bytes  # type: ignore[attr-defined]
+    asked: list[str] = []
+
+    def import_module(name: str) -> None:
+        asked.append(name)
+        torch.storage._load_from_bytes = None  # type: ignore[attr-defined]
+        assert sys.modules.get("wandb", "imported before") in (None, "imported before")
+        if name == missing:
+            raise ModuleNotFoundError("No module named 'multi_storage_client'", name="multi_storage_client")
+
+    monkeypatch.delitem(sys.modules, "wandb", raising=False)
+    monkeypatch.setattr(installed, "require_installed", lambda: asked.append("versions"))
+    monkeypatch.setattr(installed.importlib, "import_module", import_module)
+    with pytest.raises(UnsupportedError, match="the package 'multi_storage_client' is missing; the bridge") as failure:
+        installed.import_megatron()
+    assert failure.value.details == {"package": "multi_storage_client"} and "wandb" not in sys.modules
+    assert torch.storage._load_from_bytes is load  # type: ignore[attr-defined]
+    every = [
+        "versions",
+        *(f"megatron.core.{name}" for name in ("models.gpt", "distributed", "optimizer", "pipeline_parallel")),
+    ]
+    assert asked == [*every, "megatron.bridge"][: len(asked)] and asked[-1] == missing

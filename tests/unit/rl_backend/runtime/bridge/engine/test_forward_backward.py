@@ -223,3 +223,19 @@ def test_outputs_of_modules_are_packed_where_their_rows_are_tokens(monkeypatch: 
     assert half is not None and torch.equal(half, laid_out.pack(torch.cat((whole[:2], whole[:2] + 1))).float())
     for other in (whole[:, :2], whole[:3], whole[0], whole[None], whole[:1]):
         assert forward_backward._pack_output(other, laid_out, tp) is None
+
+
+@pytest.mark.parametrize(("tp", "sequence_parallel", "columns"), [(1, False, 4), (2, True, 2), (2, False, 4), (4, True, 1)])
+def test_between_stages_a_rank_sends_its_part_of_the_columns(
+    monkeypatch: pytest.MonkeyPatch, tp: int, sequence_parallel: bool, columns: int
+) -> None:
+    monkeypatch.setattr(forward_backward, "KnownShapes", lambda *given: given)
+    monkeypatch.setattr(forward_backward, "get_model_config", lambda chunk: f"config of {chunk}")
+    handle: Any = SimpleNamespace(
+        groups=SimpleNamespace(parallel=SimpleNamespace(tp=tp), pg=SimpleNamespace(pp="stages")),
+        provider=SimpleNamespace(sequence_parallel=sequence_parallel, hidden_size=6),
+        chunks=["first", "second"],
+    )
+    laid_out: list[Any] = [SimpleNamespace(shape=(3, 4)), SimpleNamespace(shape=(1, 8))]
+    found: Any = forward_backward._transfers(handle, laid_out)
+    assert found == ("stages", "config of first", [(columns, 3, 6), (2 * columns, 1, 6)], 2)
