@@ -27,7 +27,7 @@ def why_not_for_engines(executable: str) -> str:
         python, of_ray, has_vllm = json.loads(told.stdout)
     except (OSError, subprocess.TimeoutExpired) as error:
         return f"it cannot be run: {error}"
-    except ValueError:
+    except (ValueError, TypeError):
         return f"it is not a Python that runs: {(told.stderr.strip() or told.stdout.strip() or 'it says nothing')[-200:]}"
     # Ray's processes speak to each other in a format of its own, and pickle with Python's.
     here = (platform.python_version(), ray.__version__)

@@ -23,7 +23,7 @@ _WAIT = re.compile(r"\bwait(_tensor)?\(")
 
 
 class Process(NamedTuple):
-    """A process, by its number and when it started, in clock ticks after boot."""
+    """A process, by its number and when it started, in clock ticks after boot; empty of one that had ended by then."""
 
     pid: int
     started: str
@@ -34,7 +34,7 @@ class Process(NamedTuple):
 
     @property
     def has_ended(self) -> bool:
-        return start_time(self.pid) != self.started
+        return not self.started or start_time(self.pid) != self.started
 
     @property
     def is_stopped(self) -> bool:

@@ -296,3 +296,66 @@ def test_a_plan_is_of_the_runs_own_work(monkeypatch: pytest.MonkeyPatch, number:
     # The prompt of as many samples as the run draws, cut to what the model has positions for.
     assert (work.prompt_length, work.samples_per_prompt, work.trains_prompts) == (299, config.sampling.n, True)
     assert adapters.lora.rank == 4 and adapters.head == "log_probs" and of_adapters.backend_cfg.param_dtype == "float32"
+
+
+def test_a_pass_takes_gradients_and_gathered_parameters_however_small_it_is() -> None:
+    given: Any = SimpleNamespace(unreduced_gradients=3, gathered_parameters=5)
+    assert memory._of_any_tokens(given) == 8
+    assert memory._of_pass(rank(1, 2, 40, 8)) == 32
+
+
+def test_a_rank_has_its_share_of_an_update_rounded_up() -> None:
+    sizes = {"prompts_per_step": 5, "samples_per_prompt": 3, "max_prompt_tokens": 10, "max_response_tokens": 20}
+    for changes, sequences in (
+        ({}, 15),
+        ({"ranks": 2}, 8),
+        ({"ranks": 4, "tp": 2}, 8),
+        ({"updates_per_step": 5, "ranks": 2}, 2),
+    ):
+        assert memory._tokens_of_an_update(config_of(GRPOConfig, **{**sizes, **changes})) == sequences * 30
+    assert memory._tokens_of_an_update(config_of(SFTConfig)) is None, "data alone decide"
+
+
+def test_engines_with_memory_of_their_own_take_no_share_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpus(monkeypatch, 1, gib=10.0)
+    assert memory._free(config_of(GRPOConfig, **{"rollout.kv_cache_gib": 2.0}), 1) == 10 * GIB
+    assert memory._free(config_of(GRPOConfig), 0) == 10 * GIB, "of this machine without GPUs"
+
+
+def test_prompts_that_samples_share_are_planned_with_as_many_keys_as_a_pass_may_have(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made: list[Any] = []
+    monkeypatch.setattr(memory, "make_plan", lambda *arguments: made.append(arguments))
+    monkeypatch.setattr(memory, "positions_of", lambda path: 4000)
+    monkeypatch.setattr(memory, "_known", {})
+
+    def work(samples: int, **changes: Any) -> Any:
+        sizes = {"max_prompt_tokens": 1400, "max_response_tokens": 600, "samples_per_prompt": samples}
+        config = config_of(GRPOConfig, max_tokens_per_micro_batch=16384, **sizes, **changes)
+        memory._known.clear()
+        memory._plan(config, RunModel("model", "m"), 0)
+        return made.pop()[2]
+
+    for samples in (16, 32):
+        found = work(samples)
+        prompt, answer = found.prompt_length, found.sequence_length - found.prompt_length
+        assert (prompt, found.samples_per_prompt) == (1400, samples) and 0 < answer <= 600
+        keys, tokens = prompt + samples * (prompt + answer), prompt + samples * answer
+        assert keys / tokens == pytest.approx(8.0, rel=0.02)
+    assert work(16).sequence_length < 2000, "answers are so short that keys bound a pass"
+    # Eight keys for each token are what seven answers have anyway, and where nothing is shared all count.
+    assert work(7).sequence_length == work(16, **{"train.backend_cfg.share_prefixes": "off"}).sequence_length == 2000
+
+
+def test_a_choice_that_was_kept_gives_way_to_what_is_given_now(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "_plan", per_token(1.0, 1.0))
+    kept = {
+        "train.max_tokens_per_micro_batch": 512,
+        "train.backend_cfg.reduce_gradients": "per_micro_batch",
+        "gone.option": 3,
+    }
+    found = choose_micro_batch(config_of(SFTConfig, **{"train.backend_cfg.reduce_gradients": "once"}), kept)
+    assert (found.config.train.max_tokens_per_micro_batch, found.facts) == (512, ())
+    assert found.config.train.backend_cfg.reduce_gradients == "once"
+    assert choose_micro_batch(config_of(SFTConfig), kept).config.train.backend_cfg.reduce_gradients == "per_micro_batch"

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,7 +17,9 @@ import torch
 
 from actors.checks import machine
 from actors.checks.machine import faster_dtype, find_devices, find_packages, is_on_cluster, require_engines
-from actors.checks.preflight import Check, check_start, findings, preflight
+from actors.checks.model import find_lengths, find_model, runtime_of
+from actors.checks.preflight import Check, check_start, findings, kept_choice, preflight
+from actors.options.sampled_config import EpisodeConfig
 from actors.rollout.config import RolloutConfig
 from examples.grpo import GRPOConfig
 from examples.ppo import PPOConfig
@@ -207,3 +211,165 @@ def test_only_processors_with_an_instruction_for_bfloat16_are_measured(
     speedup = machine.bfloat16_speedup.__wrapped__()
     assert set(dtypes) == ({torch.float32, torch.bfloat16} if measured else set())
     assert speedup > 0 if measured else speedup == 1.0
+
+
+def test_engines_with_cores_of_their_own_are_on_them_beside_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpus(monkeypatch, 3)
+    checked: list[str] = []
+    monkeypatch.setattr(machine, "check_served", lambda engines, device: checked.append(device))
+    assert find_devices(config_of(**{"rollout.cores": [[2, 7]]})).startswith("4 cores, 3 GPUs")
+    with pytest.raises(ConfigError, match=r"transport='nccl': sends from GPU to GPU"):
+        find_devices(config_of(**{"rollout.cores": [[2, 7]], "transport": "nccl"}))
+    with pytest.raises(ConfigError, match=r"cores=\[6\]: this process may only use"):
+        find_devices(config_of(**{"rollout.cores": [[6]]}))
+    find_devices(config_of(transport="nccl"))
+    find_devices(config_of(**{"rollout.device": "cpu"}))
+    assert checked == ["cpu", "cpu", "cpu", "cuda", "cpu"]
+
+
+def test_arguments_of_another_environment_s_engines_are_left_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "_vllm_arguments", lambda: frozenset({"max_num_seqs"}))
+    for changes, refused in (
+        ({"rollout.engine_args": {"max_num_seqs": 1}}, False),
+        ({"rollout.engine_args": {"mine": 1}}, True),
+        ({"rollout.engine_args": {"mine": 1}, "rollout.py_executable": sys.executable}, False),
+    ):
+        with pytest.raises(ConfigError, match="leave it out") if refused else nullcontext():
+            find_devices(config_of(**changes))
+    monkeypatch.setattr(machine, "_vllm_arguments", frozenset)
+    find_devices(config_of(**{"rollout.engine_args": {"mine": 1}}))
+
+
+def test_cores_of_engines_are_divided_beside_ranks_only_where_these_compute_meanwhile() -> None:
+    for changes, refused in (
+        ({"engines": 2}, False),
+        ({"engines": 2, "max_staleness": 1}, True),
+        ({"engines": 2, "max_staleness": 1, "rollout.cores_per_engine": 2}, False),
+        ({"engines": 2, "rollout.cores": [[2, 3], [5, 7]], "max_staleness": 1}, False),
+    ):
+        with pytest.raises(ConfigError, match="each engine has 1 of this machine's 4 cores") if refused else nullcontext():
+            find_devices(config_of(**{"rollout.tensor_parallel": 2}, **changes))
+
+
+@pytest.mark.parametrize("where", ["a cluster", "GPUs"])
+def test_nothing_is_said_of_the_processor_of_a_machine_that_does_not_compute(
+    where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model: dict[str, Any] = {"text_config": {"hidden_size": 256}}
+    monkeypatch.setattr(machine, "read_hf_config", lambda path: model)
+    monkeypatch.setattr(machine, "bfloat16_speedup", lambda: 9.0)
+    config = config_of()
+    assert len(faster_dtype(config)) == 1
+    model["text_config"] = {"hidden_size": 255}
+    assert faster_dtype(config) == []
+    model["text_config"] = {"hidden_size": 256}
+    monkeypatch.setattr(machine, "bfloat16_speedup", lambda: 1.2)
+    assert faster_dtype(config) == [], "that may be noise"
+    monkeypatch.setattr(machine, "bfloat16_speedup", lambda: 9.0)
+    if where == "GPUs":
+        gpus(monkeypatch, 1)
+    else:
+        monkeypatch.setenv("RAY_ADDRESS", "head:6379")
+    assert faster_dtype(config) == []
+
+
+def test_engines_alone_take_a_gpu_each_where_there_are_any(monkeypatch: pytest.MonkeyPatch) -> None:
+    checked: list[str] = []
+    monkeypatch.setattr(machine, "check_served", lambda engines, device: checked.append(device))
+    for number, engines in ((0, 4), (2, 2), (2, 1)):
+        gpus(monkeypatch, number)
+        require_engines(RolloutConfig(model_path="m", num_engines=engines))
+    assert checked == ["cpu", "cuda", "cuda"]
+    gpus(monkeypatch, 0)
+    with pytest.raises(ConfigError, match=r"tensor_parallel=2: each engine has 1 of this machine's 4 cores"):
+        require_engines(RolloutConfig(model_path="m", num_engines=3, tensor_parallel=2))
+
+
+def test_warnings_of_a_start_are_those_of_its_checks_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    texts = {"a": "warning: little memory", "b": "all is well", "c": "no warning: this", "d": "warning: another"}
+    checks = tuple(Check(name, lambda config, text=text: text) for name, text in texts.items())  # type: ignore[misc]
+    monkeypatch.setattr("actors.checks.preflight.CHECKS", checks)
+    assert check_start(config_of(), session_is_open=False) == ["little memory", "another"]
+
+
+@pytest.mark.parametrize(
+    ("kept", "found"), [({"chosen": {"a": 1}}, {"a": 1}), ({"chosen": None}, {}), ({}, {}), ({"chosen": 3}, {})]
+)
+def test_what_a_run_had_chosen_is_in_the_state_of_its_checkpoint(kept: dict[str, Any], found: dict[str, Any]) -> None:
+    start: Any = SimpleNamespace(progress=SimpleNamespace(state=kept))
+    assert kept_choice(start) == found
+
+
+def test_a_run_that_continues_is_checked_with_the_micro_batch_that_it_had(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[int] = []
+
+    def choose(config: Any, kept: Any) -> Any:
+        tokens = kept.get("tokens", 4096)
+        return SimpleNamespace(config=config if config.steps == 7 else config.replace(max_tokens_per_micro_batch=tokens))
+
+    def look(config: Any) -> str:
+        seen.append(config.train.max_tokens_per_micro_batch)
+        return ""
+
+    start = SimpleNamespace(progress=SimpleNamespace(state={"chosen": {"tokens": 2048}}))
+    monkeypatch.setattr("actors.checks.preflight.CHECKS", (Check("a", look),))
+    monkeypatch.setattr("actors.options.config.local_model", lambda model, field: model)
+    monkeypatch.setattr("actors.checks.preflight.choose_micro_batch", choose)
+    monkeypatch.setattr("actors.checks.preflight.find_start", lambda config: start)
+    for changes in ({}, {"resume": "auto"}, {"resume": "auto", "steps": 7}):
+        list(findings(config_of(**changes)))
+    assert seen == [4096, 2048, 16384]
+
+    def refuses(config: Any) -> Any:
+        raise ConfigError("cannot be continued")
+
+    monkeypatch.setattr("actors.checks.preflight.find_start", refuses)
+    assert [each.error for each in findings(config_of(resume="auto"))] == [None] and seen[3:] == [4096]
+
+
+def write_positions(folder: Path, **positions: int) -> dict[str, str]:
+    for name, number in positions.items():
+        (folder / name).mkdir()
+        (folder / name / "config.json").write_text(json.dumps({"model_type": "qwen3", "max_position_embeddings": number}))
+    return {name: str(folder / name) for name in positions}
+
+
+def test_the_shortest_of_all_models_bounds_sequences(tmp_path: Path) -> None:
+    paths = write_positions(tmp_path, long=64, short=40)
+
+    def lengths(prompt: int, response: int, **changes: Any) -> Any:
+        sizes = {"max_prompt_tokens": prompt, "max_response_tokens": response}
+        models = {"model": paths["long"], "critic_model": paths["short"]}
+        return find_lengths(config_of(PPOConfig, **{**models, **sizes, **changes}))
+
+    assert lengths(30, 10) == "sequences of up to 40 tokens, the model has 40 positions"
+    with pytest.raises(ConfigError, match=r"PPOConfig\.max_prompt_tokens=31: \S+short has 40 .*; use at most 30"):
+        lengths(31, 10)
+    with pytest.raises(ConfigError, match=r"PPOConfig\.max_response_tokens=40: \S+short has 40 .*; use at most 39$"):
+        lengths(1, 40)
+    assert lengths(1, 39) == "sequences of up to 40 tokens, the model has 40 positions"
+    with pytest.raises(ConfigError, match=r"RolloutConfig\.max_model_len=41: "):
+        lengths(1, 39, **{"rollout.max_model_len": 41})
+    assert find_lengths(config_of(SFTConfig, model=paths["short"])) == "the model has 40 positions"
+    assert find_lengths(config_of(SFTConfig, model=str(tmp_path))) == "nothing limits the model"
+
+
+def test_an_episode_is_as_long_as_the_model_at_most(tmp_path: Path) -> None:
+    path = write_positions(tmp_path, m=40)["m"]
+    options: dict[str, Any] = {"model": path, "dataset": "d", "player": "m:play", "run_dir": "x", "max_response_tokens": 9}
+    assert find_lengths(EpisodeConfig(**options, max_episode_tokens=40)).startswith("sequences of up to 40 tokens")
+    with pytest.raises(ConfigError, match=r"EpisodeConfig\.max_episode_tokens=41: .*; use at most 40$"):
+        find_lengths(EpisodeConfig(**options, max_episode_tokens=41))
+
+
+def test_every_model_and_plugin_of_a_run_is_named_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    paths = write_positions(tmp_path, a=64, b=64)
+    (tmp_path / "my_plugin_of_a_test.py").write_text("")
+    monkeypatch.syspath_prepend(tmp_path)
+    config = config_of(PPOConfig, model=paths["a"], critic_model=paths["b"], kl_coef=0.1, plugins="my_plugin_of_a_test")
+    assert find_model(config) == (
+        f"qwen3 in {paths['a']}, qwen3 in {paths['b']}, plugin my_plugin_of_a_test from {tmp_path}/my_plugin_of_a_test.py, "
+        "which every node must have"
+    )
+    runtimes = [runtime_of(config, model).hf_path for model in config.models()]
+    assert runtimes == [model.path for model in config.models()] and set(runtimes) == set(paths.values())

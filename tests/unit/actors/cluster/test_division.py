@@ -225,3 +225,35 @@ def test_an_address_that_ray_would_replace_or_cannot_use_is_refused(monkeypatch:
     monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
     with pytest.raises(ConfigError, match=r"RAY_ADDRESS='10.0.0.1:6379': would replace --address http://10.0.0.1:8265"):
         connect("http://10.0.0.1:8265")
+
+
+def test_gpus_of_one_machine_are_divided_beside_its_cores(nodes: list[dict[str, Any]]) -> None:
+    nodes.append(node(8, gpus=2, name=HERE))
+    assert share_cluster(1, 1) == ClusterShare(4, 4, 1)
+    nodes[:] = [node(8, gpus=1, name=HERE)]
+    assert share_cluster(1, 1) == ClusterShare(4, 4, 0.5)
+    nodes[:] = [node(8, name=HERE)]
+    assert share_cluster(2) == ClusterShare(2, 4, 0), "a run that samples nothing"
+
+
+def test_one_gpu_of_a_node_elsewhere_holds_a_rank_and_an_engine(nodes: list[dict[str, Any]]) -> None:
+    nodes.extend([node(6, gpus=1), node(64)])
+    assert share_cluster(1, 1) == ClusterShare(3, 3, 0.5)
+
+
+def test_this_machine_beside_others_is_divided_as_one_of_them(nodes: list[dict[str, Any]]) -> None:
+    nodes.extend([node(8, name=HERE), node(8)])
+    assert share_cluster(1, 1) == ClusterShare(8, 8, 0)
+    nodes[:] = [node(8, name=HERE), node(0)]
+    assert share_cluster(1, 1) == ClusterShare(4, 4, 0), "a head node without CPUs does not count"
+
+
+@pytest.mark.parametrize("named", ["GLIBC_TUNABLES", "MALLOC_MMAP_THRESHOLD_"])
+def test_an_allocator_that_the_user_tunes_is_left_alone(named: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("GLIBC_TUNABLES", "MALLOC_MMAP_THRESHOLD_"):
+        monkeypatch.delenv(name, raising=False)
+    kept = {"mmap_max=0", "arena_max=1", "trim_threshold=1099511627776"}
+    (tunables,) = placement.memory_environment().values()
+    assert set(tunables.split(":")) == {f"glibc.malloc.{each}" for each in kept}
+    monkeypatch.setenv(named, "")
+    assert placement.memory_environment() == {}

@@ -37,3 +37,37 @@ def test_other_versions_are_refused(tmp_path: Path, told: list[object], problem:
     python.write_text(f"#!/bin/sh\necho '{json.dumps(told)}'\n")
     python.chmod(0o755)
     assert problem in why_not_for_engines(str(python))
+
+
+def stand_in(folder: Path, *lines: str) -> str:
+    python = folder / "python"
+    python.write_text("\n".join(("#!/bin/sh", *lines)) + "\n")
+    python.chmod(0o755)
+    return str(python)
+
+
+def test_a_folder_of_the_name_of_a_package_does_not_count_as_installed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    versions = json.dumps([platform.python_version(), ray.__version__])[:-1]
+    python = stand_in(tmp_path, f"""[ "$(pwd)" = / ] && echo '{versions}, false]' || echo '{versions}, true]'""")
+    monkeypatch.chdir(tmp_path)
+    assert "vllm is not installed there" in why_not_for_engines(python)
+
+
+@pytest.mark.parametrize(
+    ("lines", "said"),
+    [
+        (("echo 5",), "it is not a Python that runs: 5"),
+        (("echo null",), "it is not a Python that runs: null"),
+        (("echo [1]",), "it is not a Python that runs: [1]"),
+        (("echo out", "echo the reason >&2"), "it is not a Python that runs: the reason"),
+    ],
+)
+def test_what_a_program_says_that_is_no_python_is_told(lines: tuple[str, ...], said: str, tmp_path: Path) -> None:
+    assert why_not_for_engines(stand_in(tmp_path, *lines)) == said
+
+
+def test_a_python_that_does_not_answer_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("actors.cluster.environments._SECONDS", 0.05)
+    assert why_not_for_engines(stand_in(tmp_path, "exec sleep 5")).startswith("it cannot be run: ")

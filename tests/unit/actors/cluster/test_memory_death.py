@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -63,3 +64,33 @@ def test_the_allocator_keeps_memory_for_the_next_pass_unless_the_user_tunes_it(m
     assert "glibc.malloc.mmap_max=0" in memory_environment()["GLIBC_TUNABLES"].split(":")
     monkeypatch.setenv("MALLOC_MMAP_THRESHOLD_", "65536")
     assert memory_environment() == {}
+
+
+def test_of_many_processes_the_largest_are_named_by_what_they_are() -> None:
+    table = "".join(
+        f"{number}\t{size}\t{command}\n"
+        for number, (size, command) in enumerate(
+            (
+                ("0.49", "ray::TrainWorker"),
+                ("2.5", "/opt/a/very/long/" + "n" * 60 + " --flag"),
+                ("0.5", "ray::IDLE"),
+                ("9", "ray::Other.method"),
+                ("1.25", "bash -c x"),
+                ("0.75", "last"),
+            )
+        )
+    )
+    told = memory_death(OutOfMemoryError(f"used 10.5GB / 11GB\nPID\tMEM(GB)\tCOMMAND\n{table}"))
+    assert f"10.5 of 11 GB in use (Ray's worker 9 GB; {'n' * 40} 2.5 GB; bash 1.25 GB; last 0.75 GB), and" in told
+    assert ray_watch._largest([(0.5, "a"), (0.49, "b")]) == "a 0.5 GB"
+
+
+def test_a_process_without_a_command_is_the_kernel_s(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ray_watch, "_SHOWN", 100_000)
+    monkeypatch.setattr(ray_watch, "_LEAST", 0.0)
+    with subprocess.Popen(["cat"], stdin=subprocess.PIPE) as child:
+        assert child.stdin is not None
+        child.stdin.close()
+        # It has ended, and nobody has waited for it yet.
+        os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+        assert "kernel 0 GB" in memory_held()

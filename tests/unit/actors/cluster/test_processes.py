@@ -9,6 +9,8 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -129,3 +131,36 @@ def test_the_line_of_the_innermost_call_says_whether_it_waits_for_a_transfer(tmp
     calls = f'  File "{file}", line 2 in step\n  File "{file}", line 1 in run\n'
     assert place_in(f"Thread 0x1:\n\nThread 0x2:\n{calls}", "mine.py:run").waits is waits
     assert not place_in(calls, "mine.py:other").waits
+
+
+def test_a_process_that_is_another_user_s_is_not_ended_and_no_error(
+    child: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    process, asked = Process.of(child.pid), list[tuple[int, int]]()
+
+    def forbidden(pid: int, number: int) -> None:
+        asked.append((pid, number))
+        raise PermissionError
+
+    monkeypatch.setattr(os, "kill", forbidden)
+    process.kill()
+    Process.of(2**22 + 1).kill()
+    assert asked == [(child.pid, signal.SIGKILL)]
+
+
+def test_a_function_is_called_once_in_a_task_of_its_node(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: dict[str, Any] = {}
+
+    def remote(**options: Any) -> Any:
+        told["remote"] = options
+        return lambda function: SimpleNamespace(options=lambda **more: told.update(more) or SimpleNamespace(remote=function))
+
+    monkeypatch.setattr(processes, "NodeAffinitySchedulingStrategy", lambda node, *, soft: (node, soft))
+    monkeypatch.setattr(processes.ray, "remote", remote)
+    assert processes.call_on_node("a node", lambda *given: given, 3, "x") == (3, "x")
+    assert told == {"remote": {"num_cpus": 0, "max_retries": 0}, "scheduling_strategy": ("a node", False)}
+
+
+def test_a_driver_is_known_by_its_number_and_its_start() -> None:
+    pid, started = Process.of(os.getpid())
+    assert started.isdigit() and processes.driver_mark() == f"{pid}-{started}"

@@ -95,3 +95,10 @@ def test_each_metric_is_made_of_its_kind_once(monkeypatch: pytest.MonkeyPatch) -
         ("Gauge", "rl_backend_run_my_own", "my_own of the run's last step", ("run",)),
     ]  # fmt: skip
     assert len(prometheus.PUSH_BOUNDARIES) == 18 and prometheus.PUSH_BOUNDARIES[-1] == pytest.approx(393.2, abs=0.1)
+
+
+def test_nothing_is_observed_without_ray(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    monkeypatch.setattr(prometheus, "_metric", lambda name: pytest.fail(f"{name} is exported"))
+    prometheus.observe("rl_backend_push_seconds", 1.0, phase="load")
+    assert prometheus.PUSH_BOUNDARIES[:3] == [0.003, 0.006, 0.012]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import socket
 import subprocess
+import threading
 import time
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -176,3 +177,70 @@ def test_both_servers_are_named_where_both_are_gone(monkeypatch: pytest.MonkeyPa
     )
     assert watch.error().details == {"reason": "one and two"} and watch.found()
     assert len(ray_watch._loss) == 1
+
+
+def test_a_process_that_was_seen_once_is_ended_though_ray_no_more_leads_to_it(
+    child: subprocess.Popen[bytes], signals: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    watch, left, looks = watch_of(monkeypatch, ours=True), [0] * 25, [0]
+
+    def family() -> set[Process]:
+        # Its parent has gone by the time of the loss.
+        looks[0] += 1
+        return {Process.of(child.pid)} if looks[0] == 1 else set()
+
+    watch._checks = {"raylet": lambda: "" if left else "its raylet has ended"}
+    monkeypatch.setattr(ray_watch, "descendants", family)
+    monkeypatch.setattr(
+        watch._stopped, "wait", lambda seconds: seconds == ray_watch.END_SECONDS or bool(left and left.pop())
+    )
+    watch._run()
+    assert child.wait(10) == -signal.SIGKILL
+    assert looks == [1 + 2 + 1], "at looks 0, 10 and 20, and at the end"
+
+
+@pytest.mark.parametrize(("ours", "seconds"), [(True, 0.5), (False, 2.0)])
+def test_servers_elsewhere_are_asked_more_seldom(
+    ours: bool, seconds: float, signals: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    watch, waits = watch_of(monkeypatch, ours=ours), list[float]()
+
+    def wait(given: float) -> bool:
+        waits.append(given)
+        return True
+
+    monkeypatch.setattr(watch._stopped, "wait", wait)
+    watch._run()
+    assert waits == [seconds] and not signals
+
+
+def test_in_another_thread_nothing_is_watched(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ray_watch, "_Watch", lambda: pytest.fail("it is watched"))
+    before, seen = signal.getsignal(signal.SIGINT), list[Any]()
+
+    def elsewhere() -> None:
+        with ray_watch.watch_cluster():
+            seen.append(signal.getsignal(signal.SIGINT))
+
+    thread = threading.Thread(target=elsewhere)
+    thread.start()
+    thread.join(10)
+    assert seen == [before]
+
+
+@pytest.mark.parametrize("hooks", [0, 2])
+def test_a_run_that_does_not_end_is_ended_after_all_that_want_to_say_so(
+    hooks: int, signals: list[int], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    watch, said = watch_of(monkeypatch, ours=False), list[Any]()
+
+    def fails(error: ClusterLostError) -> None:
+        said.append(error)
+        raise KeyError("no")
+
+    monkeypatch.setattr(ray_watch, "exit_hooks", [fails, said.append][:hooks])
+    monkeypatch.setattr(ray_watch.os, "_exit", said.append)
+    monkeypatch.setattr(watch._stopped, "wait", lambda seconds: False)
+    watch._end("its raylet has ended")
+    assert said == [watch.error()] * hooks + [2]
+    assert capsys.readouterr().err == f"error: {watch.error()}\n"

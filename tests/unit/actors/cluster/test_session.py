@@ -279,3 +279,41 @@ def test_a_ray_that_answers_on_the_loopback_address_alone_is_joined_as_one_machi
     for address in ("auto", "127.0.0.1", "127.0.0.1:x", "ray://127.0.0.1:1"):
         session.join_ray(address)
         assert seen.pop() == ({"address": address}, "as before")
+
+
+@pytest.mark.parametrize("before", [None, "of an outer run"])
+def test_only_what_ray_starts_knows_the_driver(constants: Any, before: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[str | None] = []
+
+    def init(**_: Any) -> None:
+        seen.append(os.environ.get(session.DRIVER))
+        if len(seen) == 2:
+            raise RuntimeError("no")
+
+    monkeypatch.setattr(ray, "init", init)
+    monkeypatch.setattr(session, "driver_mark", lambda: "this driver")
+    if before is None:
+        monkeypatch.delenv(session.DRIVER, raising=False)
+    else:
+        monkeypatch.setenv(session.DRIVER, before)
+    session.init_local_ray()
+    assert os.environ.get(session.DRIVER) == before
+    with pytest.raises(RuntimeError):
+        session.init_local_ray()
+    assert os.environ.get(session.DRIVER) == before and seen == ["this driver"] * 2
+
+
+def test_ray_that_is_started_again_is_started_with_the_same_options(
+    fake: list[tuple[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[dict[str, Any]] = []
+
+    def starts(**options: Any) -> None:
+        asked.append(options)
+        if len(asked) == 1:
+            raise RuntimeError("busy")
+
+    monkeypatch.setattr(session, "init_local_ray", starts)
+    monkeypatch.setattr(session.time, "sleep", lambda _: None)
+    with ray_session(2, 1):
+        assert len(asked) == 2 and asked[0] == asked[1] and asked[0]["num_cpus"] == 8

@@ -288,3 +288,49 @@ def test_a_connection_may_be_silent_for_longer_than_a_handshake(monkeypatch: pyt
                 assert inside.recv(64) == b"answered late"
         doorway.close()
         gate.close()
+
+
+def test_one_end_may_stop_speaking_and_still_hear_the_other() -> None:
+    with socket.create_server((LOOPBACK, 0)) as behind:
+        gate = Gate(ELSEWHERE, behind.getsockname()[:2], b"secret")
+        behind.settimeout(5)
+        inside = pass_gate((ELSEWHERE, gate.port), b"secret")
+        inside.settimeout(5)
+        outside, _ = behind.accept()
+        with inside, outside:
+            outside.settimeout(5)
+            inside.sendall(b"the last word")
+            inside.shutdown(socket.SHUT_WR)
+            heard = b""
+            while part := outside.recv(64):
+                heard += part
+            assert heard == b"the last word"
+            outside.sendall(b"an answer")
+            assert inside.recv(64) == b"an answer"
+            outside.close()
+            assert inside.recv(64) == b""
+        gate.close()
+
+
+def test_a_joiner_whose_target_is_gone_is_closed_and_its_place_is_free() -> None:
+    with socket.create_server((LOOPBACK, 0)) as gone:
+        target = gone.getsockname()[:2]
+    gate = Gate(ELSEWHERE, target, b"secret")
+    with pass_gate((ELSEWHERE, gate.port), b"secret") as joiner:
+        joiner.settimeout(5)
+        assert joiner.recv(1) == b""
+    assert not gate._pending
+    gate.close()
+
+
+def test_a_gate_may_be_at_an_address_of_the_sixth_version() -> None:
+    try:
+        socket.create_server(("::1", 0), family=socket.AF_INET6).close()
+    except OSError:
+        pytest.skip("no such addresses here")
+    with socket.create_server((LOOPBACK, 0)) as behind:
+        gate = Gate("::1", behind.getsockname()[:2], b"secret")
+        with pass_gate(("::1", gate.port), b"secret"):
+            behind.settimeout(5)
+            behind.accept()[0].close()
+        gate.close()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -270,3 +271,59 @@ def test_a_batch_is_scored_once_from_when_it_is_sampled() -> None:
         collector.versions.pushed(0, 0)
         assert collector.collect(1, Clock()).rewards == [1.0, 0.0, 0.0, 0.0]
     assert sorted(asked) == ["0", "0", "0", "1"]
+
+
+def test_dynamic_sampling_takes_no_more_groups_than_a_step_has_and_measures_all_that_were_sampled() -> None:
+    first = make_batch(1, 0, [GOOD, GOOD], [GOOD, BAD])
+    second = make_batch(2, 0, [BAD, [1, 0, 0]], [GOOD, BAD])
+    batch = collector_of(settings(), first, second, with_signal=4).collect(1, Clock())
+    assert (numbers(batch), batch.rewards) == ([1, 1, 2, 2], [1.0, 0.0, 0.0, 1.0])
+    assert (batch.metrics["reward"], batch.metrics["response_tokens"]) == (5 / 8, 10 / 8)
+    assert (batch.metrics["batches_sampled"], batch.metrics["groups_without_signal"]) == (2, 1)
+
+
+def test_groups_that_fill_a_step_up_are_spread_over_it() -> None:
+    signal, equal = [GOOD, BAD], [BAD, BAD]
+
+    def order(step: int, seed: int = 0) -> list[float]:
+        config = settings(prompts_per_step=12, seed=seed)
+        made = make_batch(1, 10 * step - 10, *[signal] * 6, *[equal] * 6)
+        return collector_of(config, made, with_signal=1).collect(step, Clock()).rewards[::2]
+
+    assert sorted(order(1)) == [0.0] * 6 + [1.0] * 6 and order(1) == order(1)
+    assert len({tuple(each) for each in (order(1), order(2), order(1, seed=1), [1.0] * 6 + [0.0] * 6)}) == 4
+
+
+def test_rewards_are_shuffled_otherwise_in_every_batch_and_run() -> None:
+    def order(number: int, seed: int = 0) -> tuple[float, ...]:
+        config = settings(shuffle_rewards=True, prompts_per_step=12, seed=seed)
+        made = make_batch(number, 0, *[[GOOD, GOOD]] * 6, *[[BAD, BAD]] * 6)
+        return tuple(collector_of(config, made).collect(1, Clock()).rewards)
+
+    assert len({order(1), order(2), order(1, seed=1)}) == 3
+
+
+def test_calls_that_failed_are_a_share_of_the_answers_and_at_most_all_of_them() -> None:
+    def refuses(**_: Any) -> float:
+        raise ValueError("no")
+
+    config = settings(on_reward_failure="zero")
+    one = collector_of(config, make_batch(1, 0, [GOOD, BAD], [GOOD, WRONG]), inputs=inputs_for(config, picky))
+    assert one.collect(1, Clock()).metrics["rewards_failed"] == 0.25
+    scorer = RewardScorer(
+        [LoadedReward(refuses, "m:a", "a"), LoadedReward(refuses, "m:b", "b")], on_failure=config.rewards.on_failure
+    )
+    inputs = replace(inputs_for(config), reward=scorer)
+    both = collector_of(config, make_batch(1, 0, [GOOD, BAD], [BAD, BAD]), inputs=inputs).collect(1, Clock())
+    assert (both.metrics["reward_failures"], both.metrics["rewards_failed"]) == (8, 1)
+
+
+def test_scores_of_a_batch_that_is_too_old_are_given_up() -> None:
+    config = settings(max_staleness=1, sample_ahead=2)
+    old, fresh = make_batch(1, 10, [GOOD, BAD], [BAD, BAD]), make_batch(2, 20, [GOOD, BAD], [BAD, BAD])
+    collector = collector_of(config, old, fresh)
+    source: Any = collector._source
+    given_up: list[int] = []
+    source._scoring[1] = SimpleNamespace(cancel=lambda: given_up.append(1))
+    assert numbers(collector.collect(4, Clock())) == [2] * 4
+    assert given_up == [1] and source._scoring == {}

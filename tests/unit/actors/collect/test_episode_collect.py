@@ -314,3 +314,52 @@ def test_lengths_follow_from_one_another() -> None:
     assert (filled(config, "limits").turn_tokens, config.limits.turns) == (64, 3)
     assert (config.longest_sequence, config.rollout.max_model_len) == (512, 512)
     assert "3 x 4 episodes of up to 3 turns a step" in config.facts()
+
+
+def test_episodes_that_failed_before_their_first_turn_have_no_age() -> None:
+    async def refuses_some(row: Mapping[str, Any], sampler: Sampler) -> Result:
+        if row["task"] == 0:
+            raise ValueError("no such door")
+        await sampler.sample([1, row["task"]], max_tokens=2)
+        return Result()
+
+    config = settings(max_staleness=1, on_episode_failure="zero")
+    options = PlayOptions(filled(config, "limits"), "zero")
+    batches = iter([[{"task": each} for each in range(3)]])
+    with EpisodeStream(refuses_some, RandomSource(version=1), options, batches, n=4, seed=5, ahead=0) as stream:
+        batch = over(stream, config).collect(2, Clock())
+    assert [episode.stop for episode in batch.episodes[:5]] == ["error"] * 4 + ["done"]
+    assert batch.metrics["staleness_max"] == batch.metrics["staleness_mean"] == 1
+
+
+def test_the_speed_of_sampling_counts_turns_of_episodes_that_are_dropped() -> None:
+    collector = collector_of(settings(least_episodes=1), fails=3)
+    draw, seconds = collector._source.stream.next, 0.5
+    collector._source.stream.next = lambda more=None: replace(draw(more=0), seconds=seconds)  # type: ignore[method-assign]
+    batch = collector.collect(1, Clock())
+    sampled = sum(len(turn.token_ids) for episode in (*batch.episodes, *batch.dropped) for turn in episode.turns)
+    assert batch.dropped and batch.metrics["tokens_per_second/sample"] == sampled / seconds
+
+
+def test_rewards_of_episodes_are_shuffled_otherwise_in_every_batch_and_run() -> None:
+    def shuffled(number: int, seed: int = 0) -> tuple[float, ...]:
+        config = settings(shuffle_rewards=True, seed=seed)
+        draft = EpisodeSource(
+            config, EpisodeInputs(Tokens(), player, None, [], [], iter(())), lambda _: RandomSource()
+        ).draft(1)
+        assert draft.add(replace(drawn, number=number), Clock())
+        return tuple(draft.finish({}, lambda _: {}).rewards)
+
+    drawn = collector_of(settings())._source.stream.next(more=0)
+    assert len({shuffled(1), shuffled(2), shuffled(1, seed=1)}) == 3
+
+
+def test_every_held_out_set_has_seeds_that_no_step_has() -> None:
+    held_out = HeldOutSet("tasks", [{"task": each} for each in range(3)], SamplingConfig(n=2), (1, 2), 0.2)
+
+    def tokens(seed: int, index: int) -> list[Any]:
+        result = play_held_out(held_out, player, RandomSource(version=1), PlayOptions(), seed=seed, index=index)
+        return [episode.turns[0].token_ids for episode in result.episodes]
+
+    assert tokens(1, 0) == tokens(1, 0)
+    assert len({tuple(map(tuple, each)) for each in (tokens(1, 0), tokens(1, 1), tokens(2, 0), tokens(2, 1))}) == 4

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +15,10 @@ from actors.collect.inputs import EpisodeInputs, load_episode_inputs, load_episo
 from actors.options.sampled_config import EpisodeConfig
 from actors.rollout.config import SamplingConfig
 from actors.rollout.tokens import RolloutTokens
-from rl_backend.contracts import ConfigError
+from rl_backend.contracts import BatchError, ConfigError
 from rl_backend.environment import Generation, Limits
 from rl_backend.environment.stepping import StepOptions, SteppedPlayer
-from tests.support.chat_templates import CHATML, chat_tokenizer
+from tests.support.chat_templates import CHATML, THINKING, chat_tokenizer
 from tests.support.models import write_tiny
 from tests.support.token_sources import RandomSource
 from tests.unit.actors.rollout.test_tokens import Engines, ask
@@ -114,3 +115,85 @@ def test_options_of_a_run_reach_the_player_of_its_environment(tmp_path: Path) ->
     assert player.options == StepOptions(
         history="branch", other_end="keep", stop_token_ids=(42, 7), tool_format="pythonic", on_cut="end", limits=limits
     )
+
+
+ENDS_BY_NAME = CHATML.replace("<|im_end|>", "{% if brief is defined %}<|im_start|>{% else %}<|im_end|>{% endif %}")
+
+
+def test_variables_of_the_chat_template_reach_the_player_and_what_ends_its_turns(tmp_path: Path) -> None:
+    tokenizer = chat_tokenizer(ENDS_BY_NAME)
+    model = write_tiny("qwen3", tmp_path / "model", vocab_size=512, eos_token_id=tokenizer.eos_token_id)
+    tokenizer.save_pretrained(model)
+    (tmp_path / "rows.jsonl").write_text('{"task": 1}\n')
+    (tmp_path / "mine.py").write_text(ENVIRONMENT)
+    options: dict[str, Any] = {"prompts_per_step": 1, "environment": f"{tmp_path}/mine.py:Asks", "run_dir": "runs/x"}
+    for variables, end in (({}, "<|im_end|>"), ({"brief": 1}, "<|im_start|>")):
+        config = EpisodeConfig(
+            model=str(model), dataset=f"{tmp_path}/rows.jsonl", **options, data={"chat_template_kwargs": variables}
+        )
+        inputs = load_episode_inputs(config)
+        assert isinstance(inputs.player, SteppedPlayer)
+        assert dict(inputs.player.options.chat_template_kwargs) == variables
+        assert tokenizer.decode(inputs.ends) == f"</s>{end}"
+
+
+def test_what_an_episode_run_reads_follows_from_its_options(tmp_path: Path) -> None:
+    tokenizer = chat_tokenizer(None)
+    model = write_tiny("qwen3", tmp_path / "model", vocab_size=512, eos_token_id=tokenizer.eos_token_id)
+    tokenizer.save_pretrained(model)
+    for name, tasks in (("rows", range(7)), ("hard", range(20, 22))):
+        (tmp_path / f"{name}.jsonl").write_text("".join(f'{{"task": {task}}}\n' for task in tasks))
+    (tmp_path / "mine.py").write_text(f"{PLAYER}def best(episodes): return [0.5 for _ in episodes]\n")
+
+    def inputs(taken: int = 0, trains: bool = True, **options: Any) -> EpisodeInputs:
+        given: dict[str, Any] = {"prompts_per_step": 3, "player": f"{tmp_path}/mine.py:play", "run_dir": "runs/x", **options}
+        config = EpisodeConfig(model=str(model), dataset=f"{tmp_path}/rows.jsonl", **given)
+        return load_episode_inputs(config, taken, trains=trains)
+
+    def batches(found: EpisodeInputs, number: int = 3) -> list[list[int]]:
+        return [[row["task"] for row in rows] for rows in islice(found.batches, number)]
+
+    whole = batches(inputs(), 6)
+    assert [len(each) for each in whole] == [3] * 6 and batches(inputs(3)) == whole[3:]
+    assert batches(inputs(seed=1)) != whole[:3] and [len(each) for each in batches(inputs(trains=False))] == [1] * 3
+    sets = {"hard": {"path": f"{tmp_path}/hard.jsonl", "n": 4, "pass_at": [2], "pass_threshold": 0.25}}
+    found = inputs(eval_dataset=sets, score=f"{tmp_path}/mine.py:best")
+    (hard,) = found.held_out
+    assert (hard.name, [row["task"] for row in hard.prompts]) == ("hard", [20, 21])
+    assert (hard.sampling.n, hard.pass_at, hard.pass_threshold) == (4, (2,), 0.25)
+    assert found.score is not None and found.score([1, 2]) == [0.5, 0.5]  # type: ignore[list-item]
+    assert (inputs().score, inputs().held_out, inputs().notes, list(inputs().ends)) == (
+        None,
+        [],
+        (),
+        [tokenizer.eos_token_id],
+    )
+
+
+@pytest.mark.parametrize(
+    ("raised", "kind", "message"),
+    [
+        (
+            "ValueError('no board')",
+            ConfigError,
+            r"^environment='\S+:Asks': cannot be made of the first row of d: .*board",
+        ),
+        ("BatchError('row 7 is damaged')", BatchError, r"^row 7 is damaged$"),
+    ],
+)
+def test_an_environment_that_cannot_be_made_of_the_first_row_is_refused(
+    tmp_path: Path, raised: str, kind: type[Exception], message: str
+) -> None:
+    made = ENVIRONMENT.replace("(self, row, seed): ...", f"(self, row, seed): raise {raised}")
+    (tmp_path / "mine.py").write_text(f"from rl_backend.contracts import BatchError\n{made}")
+    config = EpisodeConfig(model="m", dataset="d", environment=f"{tmp_path}/mine.py:Asks", run_dir="x")
+    with pytest.raises(kind, match=message):
+        load_episode_player(config, chat_tokenizer(CHATML), {}, ())
+
+
+def test_what_a_chat_template_changes_in_the_history_is_noted(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(ENVIRONMENT)
+    options: dict[str, Any] = {"environment": f"{tmp_path}/mine.py:Asks", "run_dir": "runs/x", "history": "branch"}
+    config = EpisodeConfig(model="m", dataset="d", **options)
+    _, (note,) = load_episode_player(config, chat_tokenizer(THINKING), {}, ())
+    assert note.startswith("history branch: the chat template changes ")

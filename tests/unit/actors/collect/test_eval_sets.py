@@ -210,3 +210,8 @@ def test_ages_are_steps_since_the_push_of_the_oldest_version() -> None:
     again = WeightVersions(2, versions.state)
     again.pushed(50, 3)
     assert again.state == {"step_of_version": [[20, 1], [30, 2], [40, 3], [50, 3]]}
+
+
+def test_one_sampled_response_is_said_with_its_temperature_and_no_number() -> None:
+    result = HeldOutResult(HeldOutSet("s", ["p"], SamplingConfig(temperature=0.5), (1,), -1.0), [], [Score(-1.0)])
+    assert result.describe() == "mean@1 -1.000, pass@1 1.000 (1 prompts, temperature 0.5)", "as much as the threshold passes"

@@ -179,3 +179,30 @@ def test_a_start_knows_its_step_its_folder_and_its_state(tmp_path: Path) -> None
             CheckpointError, match=rf"^{tmp_path} has no usable '{part}' in its state; continue from another"
         ):
             going.progress.part(part)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["tokenizer.model", "chat_template.jinja", "merges.txt", "generation_config.json", "additional_chat_templates/x.jinja"],
+)
+def test_what_makes_text_of_tokens_decides(tmp_path: Path, name: str) -> None:
+    config = config_of(tmp_path)
+    known = contents(config)["model"]
+    file = tmp_path / "m" / name
+    file.parent.mkdir(exist_ok=True)
+    found = []
+    for text in ("a", "b"):
+        file.write_text(text)
+        found.append(contents(config)["model"])
+        assert found[-1].keys() == {*known, name}
+    assert found[0] != found[1]
+
+
+def test_a_task_that_is_generated_is_known_by_its_name_and_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "made").write_text("rows")
+    monkeypatch.setattr(identity_module, "data_files", lambda source, **_: [tmp_path / "made"])
+    monkeypatch.setattr(identity_module, "is_gym", lambda source: source.startswith("gym"))
+    task, other, plain = (
+        contents(config_of(tmp_path, dataset=dataset))["dataset"] for dataset in ("gym:sum?most=3", "gym:sum?most=4", "x")
+    )
+    assert task == ["gym:sum?most=3", *plain] and other == ["gym:sum?most=4", *plain] and len(plain) == 1

@@ -9,12 +9,21 @@ import socket
 import time
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from actors.folder import lock as lock_module
-from actors.folder.lock import RunLock, cannot_write, require_writable, usable_run_dir, without_new_folders, written_to
+from actors.folder.lock import (
+    RunLock,
+    cannot_write,
+    free_disk,
+    require_writable,
+    usable_run_dir,
+    without_new_folders,
+    written_to,
+)
 from rl_backend.contracts import ConfigError, RunFolderError
 
 
@@ -123,3 +132,17 @@ def test_folders_that_were_made_meanwhile_go_also_after_an_error(tmp_path: Path)
     with pytest.raises(KeyError, match="mine"):
         fails()
     assert tmp_path.is_dir() and list(tmp_path.iterdir()) == []
+
+
+def test_free_disk_is_that_of_the_folder_where_it_is_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Path] = []
+
+    def usage(folder: Path) -> Any:
+        asked.append(folder)
+        if folder.name == "gone":
+            raise FileNotFoundError(2, "gone")
+        return SimpleNamespace(total=9 << 40, used=1 << 40, free=3 << 29)
+
+    monkeypatch.setattr("actors.folder.lock.shutil.disk_usage", usage)
+    assert free_disk(tmp_path) == {"free_disk_gib": 1.5} and free_disk(tmp_path / "gone") == {}
+    assert asked == [tmp_path, tmp_path / "gone"]

@@ -47,3 +47,19 @@ def test_a_run_begins_without_any() -> None:
 def test_a_state_that_cannot_be_used_is_refused(tmp_path: Path, state: dict[str, Any], asked: str, message: str) -> None:
     with pytest.raises(CheckpointError, match=message):
         getattr(Progress(4, state, tmp_path), asked)
+
+
+def test_a_run_that_samples_nothing_has_no_place_in_its_batches(tmp_path: Path) -> None:
+    saved = Progress.saved(tmp_path, 4, RUN, LOGS, {"log": {}}, None)
+    assert list(saved.state) == ["run", "logs", "log"] and not list(tmp_path.iterdir())
+    assert (saved.step, saved.path) == (4, tmp_path)
+    with pytest.raises(CheckpointError, match="has no usable 'batches'"):
+        assert saved.taken
+    Progress.saved(tmp_path, 4, RUN, LOGS, {}, StreamPosition(2))
+    assert Progress(4, {"batches": {"taken": 2}}, tmp_path).position == StreamPosition(2, [])
+    assert Progress(4, {"batches": {}}, tmp_path).taken == 0
+
+
+def test_a_run_of_a_version_that_did_not_say_its_dtype_has_none() -> None:
+    old = {name: value for name, value in RUN.items() if name != "dtype"}
+    assert Progress(4, {"run": old}, Path()).identity.dtype is None

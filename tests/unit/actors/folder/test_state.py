@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -173,3 +174,66 @@ def test_a_watch_is_told_of_the_folder_and_its_process_and_ends_with_the_run(
     state_module._close_all()
     assert not open_files() - before, "a forked child holds no pipe"
     first.close()
+
+
+@pytest.fixture
+def patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, seconds in (("_TRY_SECONDS", 0.01), ("_GRACE_SECONDS", 0.1), ("_END_SECONDS", 20.0)):
+        monkeypatch.setattr(watcher, name, seconds)
+
+
+def test_memory_of_processes_that_have_ended_is_removed_and_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, patience: None
+) -> None:
+    monkeypatch.setattr(watcher, "_SHARED_MEMORY", str(tmp_path))
+    here, me = os.stat("/proc/self/ns/pid").st_ino, f"{os.getpid()}-{watcher._start_of(str(os.getpid()))}"
+    stays = [
+        f"rl_backend_weights-{here}-{me}-0",
+        f"rl_backend_weights-{here + 1}-4194303-1-0",
+        f"rl_backend_weights-{here}-4194303-1",
+        f"rl_backend_weights-{here}-4194303-1-0-9",
+        f"rl_backend_other-{here}-4194303-1-0",
+        "sem.mine",
+    ]
+    goes = [f"rl_backend_weights-{here}-4194303-1-0", f"rl_backend_weights-{here}-{os.getpid()}-1-0"]
+    for name in stays + goes:
+        (tmp_path / name).touch()
+    watcher.end_what_is_left(me)
+    assert len(list(tmp_path.iterdir())) == 8, "the driver lives"
+    watcher.end_what_is_left("4194303-1")
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(stays)
+    monkeypatch.setattr(watcher, "_SHARED_MEMORY", str(tmp_path / "none"))
+    watcher.end_what_is_left("4194303-1")
+
+
+def test_processes_that_a_driver_started_are_ended_and_no_others(tmp_path: Path, patience: None) -> None:
+    driver = "4194303-17"
+    environments = [{"RL_BACKEND_DRIVER": driver}, {"RL_BACKEND_DRIVER": f"{driver}0"}, {"MY_DRIVER": driver}, {}]
+    children = [subprocess.Popen(["sleep", "60"], env={**os.environ, **each}) for each in environments]
+    try:
+        assert watcher._started_by(driver) == [children[0].pid]
+        began = time.monotonic()
+        watcher.end_what_is_left(driver)
+        assert children[0].wait(10) == -signal.SIGKILL and 0.1 <= time.monotonic() - began < 15
+        assert all(child.poll() is None for child in children[1:])
+    finally:
+        for child in children:
+            child.kill()
+            child.wait()
+
+
+def test_a_process_that_has_ended_has_no_start_though_nobody_has_waited_for_it() -> None:
+    with subprocess.Popen(["sleep", "60"]) as child:
+        started = watcher._start_of(str(child.pid))
+        assert started == driver_mark_of(child.pid) and started.isdigit()
+        child.kill()
+        deadline = time.monotonic() + 10
+        while watcher._start_of(str(child.pid)) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert watcher._start_of(str(child.pid)) == "" and Path(f"/proc/{child.pid}").exists()
+    assert watcher._start_of(str(child.pid)) == watcher._start_of("4194303") == ""
+
+
+def driver_mark_of(pid: int) -> str:
+    """The start of a process, by the fields behind its name."""
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]

@@ -129,3 +129,13 @@ def test_a_state_with_one_part_that_json_changes_names_that_part(tmp_path: Path)
     with pytest.raises(CheckpointError, match=r"would not be read back as it is: second=\(1,\); use JSON: lists"):
         store.commit(1, {"first": [1], "second": (1,), "third": {2: 3}})
     assert store.commit(1, {"first": [1], "fine": {"2": 3}}).state == {"first": [1], "fine": {"2": 3}}
+
+
+def test_a_run_may_save_what_it_begins_with(tmp_path: Path) -> None:
+    store = committed(tmp_path, 0)
+    assert store.steps() == [0] and latest(store).step == 0
+    with pytest.raises(CheckpointError, match="has a checkpoint of step 0, so one of step 0 would not be its newest"):
+        store.draft(0)
+    assert store.draft(1).name == ".step-00000001.incomplete"
+    nothing = RunCheckpoints(tmp_path / "none")
+    assert nothing.latest() is None and nothing.newest_whole() == (None, {})

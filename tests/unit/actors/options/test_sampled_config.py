@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -10,14 +12,24 @@ import pytest
 import ray
 
 from actors.cluster.placement import ClusterShare
-from actors.options.config import RunModel, TrainingConfig, resolve_dtype, with_local_model
+from actors.options.config import (
+    CHECKPOINTING,
+    MICRO_BATCH,
+    RunModel,
+    TrainingConfig,
+    resolve_dtype,
+    with_local_model,
+    with_options,
+    writer_names,
+)
+from actors.options.eval_sets import EvalSet
 from actors.options.policy_options import LoRAOptions
 from actors.options.sampled_config import EpisodeConfig, RLConfig
 from actors.rollout.config import SamplingConfig
 from examples.ppo import PPOConfig
 from examples.sft import SFTConfig
 from rl_backend.contracts import ConfigError, NativeConfig, OptimizerConfig
-from rl_backend.options.option_set import filled
+from rl_backend.options.option_set import filled, gives
 
 SFT: Any = SFTConfig
 EPISODES: Any = EpisodeConfig
@@ -273,3 +285,163 @@ def test_cuts_of_sampling_are_those_of_the_trainers_log_probs(importance: str) -
     config = config_of(top_p=0.9, min_p=0.1, importance=importance, max_staleness=1, temperature=0.7)
     assert config.meta() == {"temperature": 0.7, "calculate_entropy": True, "top_p": 0.9, "min_p": 0.1}
     assert bool(config.importance_options()) == (importance != "off")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"groups": "each", "colocate": True},
+            r"PPOConfig\.colocate=True: engines share the GPUs of one training group, and",
+        ),
+        ({"groups": "one", "colocate": True}, ""),
+        ({"groups": "each"}, ""),
+    ],
+    ids=str,
+)
+def test_engines_share_the_gpus_of_one_group_alone(changes: dict[str, Any], message: str) -> None:
+    options: dict[str, Any] = {"model": "m", "dataset": "d", "reward": "r", **changes}
+    with pytest.raises(ConfigError, match=message) if message else nullcontext():
+        PPOConfig(**options)
+
+
+@pytest.mark.parametrize(
+    ("engines", "message"),
+    [
+        (1411, r"RLConfig\.rollout\.max_model_len=1411: a held-out set needs 1412: max_prompt_tokens and its"),
+        (1023, r"RLConfig\.rollout\.max_model_len=1023: must hold one sequence: .* = 1024$"),
+        (1412, ""),
+        (None, ""),
+    ],
+)
+def test_engines_hold_the_longest_answer_of_a_held_out_set_too(engines: int | None, message: str) -> None:
+    given = {} if engines is None else {"rollout.max_model_len": engines}
+    held_out = {"a": {"path": "a", "max_new_tokens": 900}, "b": "b"}
+    with pytest.raises(ConfigError, match=message) if message else nullcontext():
+        assert config_of(eval_dataset=held_out, **given).rollout.max_model_len == 1412
+
+
+@pytest.mark.parametrize(
+    ("changes", "on_policy"),
+    [
+        ({}, True),
+        ({"updates_per_step": 2}, False),
+        ({"router_replay": "R2"}, False),
+        ({"router_replay": "R3"}, True),
+        ({"lora": {"rank": 2}}, True),
+        ({"lora": {"rank": 2, "dropout": 0.1}}, False),
+    ],
+    ids=str,
+)
+def test_a_step_is_on_policy_where_its_only_update_gives_its_own_log_probs(changes: dict[str, Any], on_policy: bool) -> None:
+    config = config_of(**changes)
+    assert config.on_policy is on_policy and config.meta()["calculate_entropy"] is on_policy
+    assert ("routed_experts_layers" in config.meta()) == ("router_replay" in changes)
+
+
+def test_seeds_are_those_that_engines_take_from_the_first_to_the_last() -> None:
+    for seed in (0, (1 << 32) - 1):
+        config = config_of(seed=seed, **{"lora.rank": 2})
+        assert (config.seed, filled(config, "lora").seed) == (seed, seed)
+
+
+@pytest.mark.parametrize(
+    ("given", "sets"),
+    [
+        (["a.jsonl"], {"a": "a.jsonl"}),
+        (["a.jsonl", "b.csv"], {"a": "a.jsonl", "b": "b.csv"}),
+        ("none", {}),
+        (["none"], {}),
+        ([' {"hard": "h.jsonl", "easy": {"path": "e", "n": 4}}'], {"hard": "h.jsonl", "easy": "e"}),
+        ({"x": "y"}, {"x": "y"}),
+        (None, {}),
+    ],
+    ids=str,
+)
+def test_held_out_sets_are_given_by_paths_or_by_names(given: Any, sets: dict[str, str]) -> None:
+    config = config_of(eval_dataset=given)
+    assert {name: each.path for name, each in config.eval_sets.items()} == sets
+    assert {name: each.n for name, each in config.eval_sets.items() if each.n} == ({"easy": 4} if "easy" in sets else {})
+    assert RLConfig.model_validate_json(config.model_dump_json()) == config
+
+
+def test_held_out_sets_that_cannot_be_read_or_answered_are_refused() -> None:
+    with pytest.raises(ConfigError, match="is neither a path nor JSON"):
+        config_of(eval_dataset='{"a": ')
+    for options in ({"n": 3, "temperature": 0}, {"top_p": 1.5}):
+        with pytest.raises(ConfigError, match=r"EvalSet\.(n|top_p)="):
+            EvalSet(path="a", **options).sampling(SamplingConfig())
+
+
+@pytest.mark.parametrize(
+    ("given", "names"),
+    [
+        (None, []),
+        ("", []),
+        ("none", []),
+        (" , ", []),
+        ("tensorboard", ["tensorboard"]),
+        (" json:loads ,tensorboard, json:loads", ["json:loads", "tensorboard"]),
+    ],
+)
+def test_writers_of_metrics_are_named_once_each_in_their_order(given: str | None, names: list[str]) -> None:
+    assert writer_names(given) == names and config_of(metrics_to=given).metrics_to == given
+
+
+@pytest.mark.parametrize(
+    ("given", "named"),
+    [
+        ("none,json:loads", "none"),
+        ("json:nothing", "json:nothing"),
+        ("no_such_module_here:x", "no_such_module_here:x"),
+        ("json", "json"),
+    ],
+)
+def test_writers_that_cannot_be_imported_are_refused_by_name(given: str, named: str) -> None:
+    with pytest.raises(ConfigError, match=f"^metrics_to='{named}': cannot be imported"):
+        writer_names(given)
+
+
+def test_a_service_whose_package_is_missing_is_refused_with_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "wandb" else found(name))
+    with pytest.raises(ConfigError, match=r"^metrics_to='wandb': wandb is not installed: pip install wandb, or give none$"):
+        writer_names("wandb")
+    with pytest.raises(ConfigError, match=r"or leave it out$"):
+        writer_names("tensorboard,wandb")
+
+
+def test_options_that_were_not_given_stay_so_when_others_change() -> None:
+    config: Any = SFT(model="m", dataset="d", lr=0.5)
+    changed = with_options(config, {MICRO_BATCH: 128, "model": "other"})
+    assert (changed.train.max_tokens_per_micro_batch, changed.model) == (128, "other")
+    assert changed.train.backend_cfg.optimizer.lr == 0.5 and config.train.max_tokens_per_micro_batch == 16384
+    assert gives(changed, MICRO_BATCH) and not gives(changed, CHECKPOINTING) and not gives(config, MICRO_BATCH)
+    assert not changed.chooses_dtype and type(changed) is type(config)
+    assert with_options(changed, {"dtype": "float32"}).chooses_dtype
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"sampling": {"max_new_tokens": 600}, "max_episode_tokens": 600},
+            "max_response_tokens=600: max_episode_tokens=600 must",
+        ),
+        ({"sampling": {"max_new_tokens": 599}, "max_episode_tokens": 600}, ""),
+        ({"least_episodes": 3}, "least_episodes=3: a group has samples_per_prompt=2 episodes"),
+        ({"least_episodes": 2}, ""),
+        ({"environment": "e:make"}, "environment='e:make': give either an environment"),
+        ({"player": None}, "environment=None: give either an environment"),
+        ({"max_prompt_tokens": 512}, ""),
+        ({"max_prompt_tokens": 9}, "max_prompt_tokens=9: environments make their prompts"),
+        ({"limits": {"tool_calls": 3}}, r"limits\.tool_calls=3: a player has neither"),
+        ({"limits": {"tool_calls": 3}, "player": None, "environment": "e:make"}, ""),
+        ({"chat_template_kwargs": {"a": 1}}, ""),
+    ],
+    ids=str,
+)
+def test_options_of_episodes_that_do_not_go_together_are_refused(changes: dict[str, Any], message: str) -> None:
+    options = {"model": "m", "dataset": "d", "player": "m:play", "run_dir": "x", "samples_per_prompt": 2, **changes}
+    with pytest.raises(ConfigError, match=message) if message else nullcontext():
+        EPISODES(**options)

@@ -181,3 +181,50 @@ def engines(*places: tuple[str, str]) -> Any:
 )
 def test_shared_memory_is_chosen_on_one_ray_node_with_one_dev_shm_only(places: Any, expected: str) -> None:
     assert choose_transport(plan("a", "host"), engines(*places)).name == expected
+
+
+class Asked:
+    """``ray``, as far as an environment of engines is asked for."""
+
+    def __init__(self, *answers: str) -> None:
+        self.answers = list(answers)
+        self.places: list[dict[str, Any]] = []
+        self.executables: list[str] = []
+
+    def cluster_resources(self) -> dict[str, float]:
+        return {"CPU": 4.0}
+
+    def remote(self, **options: Any) -> Any:
+        return lambda function: self
+
+    def options(self, **place: Any) -> Any:
+        self.places.append(place)
+        return SimpleNamespace(remote=self.executables.append)
+
+    def get(self, calls: list[None]) -> list[str]:
+        return self.answers[: len(calls)]
+
+
+def test_the_python_of_engines_is_asked_for_where_each_of_them_will_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    removed: list[Any] = []
+    monkeypatch.setattr(rollout_placement, "living_nodes", lambda: [{}])
+    monkeypatch.setattr(rollout_placement, "reserve_bundles", lambda *of: "the group")
+    monkeypatch.setattr(rollout_placement, "remove_placement_group", removed.append)
+    config = RolloutConfig(model_path="x", num_engines=2, py_executable="/opt/my engines/bin/python")
+
+    def asked(*answers: str, scheduling: Any = None, **changes: Any) -> Asked:
+        monkeypatch.setattr(rollout_placement, "ray", found := Asked(*answers))
+        placed = EnginePlacement(config.replace(**changes), scheduling)
+        assert placed.options(0)["runtime_env"]["py_executable"] == "'/opt/my engines/bin/python'", "for a shell"
+        return found
+
+    assert asked("").places == [{}]
+    assert asked("", "", scheduling=["one", "two"]).places == [{"scheduling_strategy": each} for each in ("one", "two")]
+    found = asked("", "", cores_per_engine=1)
+    assert [place["scheduling_strategy"].placement_group_bundle_index for place in found.places] == [0, 1]
+    assert found.executables == ["/opt/my engines/bin/python"] * 2 and removed == []
+    with pytest.raises(ConfigError, match=r"py_executable='/opt/my engines/bin/python': it has no Ray$"):
+        asked("", "it has no Ray", cores_per_engine=1)
+    assert removed == ["the group"], "what was reserved is given back"
+    monkeypatch.setattr(rollout_placement, "ray", Asked())
+    assert "py_executable" not in EnginePlacement(RolloutConfig(model_path="x"), None).options(0)["runtime_env"]

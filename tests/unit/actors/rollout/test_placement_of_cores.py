@@ -66,3 +66,35 @@ def test_engines_are_counted_on_each_node() -> None:
 def test_the_interface_of_an_address_is_found_by_name() -> None:
     assert interface_of("127.0.0.1") == "lo"
     assert interface_of("198.51.100.7") is None
+
+
+@pytest.mark.parametrize(
+    ("cores", "workers", "place", "expected"),
+    [
+        (5, 1, NodePlace(0, 2), [0, 1]),
+        (5, 1, NodePlace(1, 2), [2, 3]),
+        (5, 2, NodePlace(0, 1), [0, 1, 2, 3]),
+        (9, 2, NodePlace(1, 2), [4, 5, 6, 7]),
+        (4, 2, NodePlace(1, 2), [2, 3]),
+        (3, 3, NodePlace(0, 1), [0, 1, 2]),
+        (2, 1, NodePlace(3, 5), [1]),
+        (1, 1, NodePlace(0, 1), [0]),
+    ],
+    ids=str,
+)
+def test_workers_of_an_engine_have_equal_numbers_of_its_cores(
+    monkeypatch: pytest.MonkeyPatch, cores: int, workers: int, place: NodePlace, expected: list[int]
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(cores)))
+    assert choose_cores(config(tensor_parallel=workers), place.index, place) == tuple(expected)
+
+
+def test_an_engine_shares_those_of_its_own_place_where_too_few_are_left(four_cores: list[int]) -> None:
+    assert choose_cores(config(cores_per_engine=3), 0, NodePlace()) == tuple(four_cores[:3])
+    assert choose_cores(config(cores_per_engine=3), 1, NodePlace(1, 2)) == (four_cores[0], four_cores[1], four_cores[3])
+    assert choose_cores(config(cores_per_engine=4), 0, NodePlace()) == tuple(four_cores)
+
+
+def test_engines_are_counted_in_their_order_whatever_the_order_of_their_nodes() -> None:
+    assert places_on_nodes({2: "a", 0: "a", 1: "a"}) == {0: NodePlace(0, 3), 1: NodePlace(1, 3), 2: NodePlace(2, 3)}
+    assert places_on_nodes({}) == {}

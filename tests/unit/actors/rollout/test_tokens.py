@@ -150,3 +150,42 @@ def test_a_turn_has_the_mask_of_its_tokens_where_engines_return_masks() -> None:
         source(engines)
     mask = ask(source(engines, sampling=SamplingConfig(top_k=2))).sampling_mask
     assert mask is not None and mask.tolist() == [[0, 9], [9, -1]]
+
+
+def test_a_turn_has_the_routes_of_its_tokens_and_ends_as_its_engine_says() -> None:
+    engines = Engines()
+    routes = np.arange(6, dtype=np.uint8).reshape(3, 1, 2)
+    for reason in ("length", "abort", "stop"):
+        engines.answers = False
+        tokens = source(engines)
+
+        async def answered(reason: Any = reason, tokens: RolloutTokens = tokens) -> Generation:
+            turn = asyncio.create_task(tokens.generate([1, 2], seed=1, stop_token_ids=(), max_tokens=3))
+            await asyncio.sleep(0)
+            spans = (VersionSpan(3, 2), VersionSpan(5, 1))
+            engines.pending[-1].set_result(Response([4, 5, 6], [-1.0, -2.0, 0.0], reason, spans, 1, routes))
+            return await turn
+
+        found = asyncio.run(answered())
+        assert (found.finish, found.versions, found.sampling_mask) == (reason, [3, 3, 5], None)
+        assert found.routes is routes and found.cached_tokens == 1
+        assert engines.asked[-1].sampling.stop_token_ids == ()
+
+
+def test_the_weights_alone_are_asked_once_and_an_adapter_that_was_removed_is_not_asked_for_again() -> None:
+    engines = Engines()
+    engines.adapters = {"a": AdapterVersion("a", 1, 1, 8), "": AdapterVersion("", 1, 2, 8)}
+    engines.errors = [RolloutError("engine 0 failed")]
+    with pytest.raises(RolloutError, match="engine 0 failed"):
+        ask(source(engines))
+    engines.errors = [RolloutError("engine 0 does not have a@1#1: push it")]
+    ordinary = engines.ask
+
+    def removed(groups: Sequence[Sequence[Request]]) -> list[list[Future[Response]]]:
+        engines.adapters = {}
+        return ordinary(groups)
+
+    engines.ask = removed  # type: ignore[method-assign]
+    with pytest.raises(RolloutError, match="does not have a@1#1"):
+        ask(source(engines, adapter="a"))
+    assert len(engines.asked) == 2

@@ -165,3 +165,14 @@ def test_turns_are_sampled_with_what_was_asked_and_end_with_every_end_once() -> 
         temperature=0.6, top_p=0.9, stop_strings=(".",), stop_token_ids=(3, 5, 4)
     )
     assert turn_sampling(given.replace(stop_token_ids=()), ()).stop_token_ids == ()
+
+
+def test_episodes_of_training_and_held_out_ones_are_sampled_with_the_adapter_that_is_trained(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    easy = HeldOutSet("easy", [{"task": 1}], SamplingConfig(n=1, temperature=0.0, max_new_tokens=5), (1,), 2.0)
+    options: dict[str, Any] = {"samples_per_prompt": 1, "on_episode_failure": "zero", "lora.rank": 4}
+    config, session, sources = run_of(tmp_path, monkeypatch, held_out=[easy], **options)
+    take_steps(config, session)
+    names = [adapter for _, _, adapter, _ in sources.made]
+    assert len(names) == 3 and len(set(names)) == 1 and str(names[0]).startswith("run-") and names[0].endswith("/policy")

@@ -14,7 +14,7 @@ import ray
 from actors import Session
 from actors.cluster.placement import ClusterShare
 from actors.run import session as session_module
-from actors.run.session import borrowed_session, log_of_engines, open_session, ray_is
+from actors.run.session import borrowed_session, chosen_of, log_of_engines, open_session, ray_is
 from actors.train.pulse import WaitBounds
 from actors.watch.console import Phases
 from examples.grpo import GRPOConfig
@@ -230,3 +230,20 @@ def test_a_session_with_more_than_a_run_needs_is_lent(monkeypatch: pytest.Monkey
         assert lent is session
     pushes_adapters = changes.get("lora.rank") and "lora.push" not in changes
     assert session.rollout.forgotten == (0 if pushes_adapters else 1)  # type: ignore[union-attr]
+
+
+def test_a_run_on_a_session_chooses_what_that_was_opened_with(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ray, "cluster_resources", dict)
+    config = GRPOConfig(**OPTIONS, reward="r")
+    other = GRPOConfig(**OPTIONS, reward="r", max_tokens_per_micro_batch=9000)
+    reduced = {"backend_cfg": config.train.backend_cfg.replace(reduce_gradients="per_micro_batch")}
+    session = session_of(config.replace(train=config.train.replace(**reduced)))
+    opened = session.groups[0].config.model_dump()
+    found = chosen_of(session, other)
+    assert {place.rpartition(".")[2] for place in found} >= {"max_tokens_per_micro_batch", "reduce_gradients"}
+    for place, value in found.items():
+        at: Any = {"train": opened}
+        for name in place.split("."):
+            at = at[name]
+        assert at == value
+    assert "per_micro_batch" in found.values() and 9000 not in found.values()

@@ -14,9 +14,11 @@ import ray
 from actors import Run, Session
 from actors.cluster.session import RunStopped
 from actors.folder.resume import find_start
+from actors.run.parts import Parts
 from actors.run.run import StopRequest
 from actors.train.model import GroupModel
-from actors.train.recovery import Reshaped
+from actors.train.recovery import Recovered, Reshaped
+from actors.watch.console import Phases
 from examples.ppo import PPOConfig
 from examples.sft import SFTConfig
 from rl_backend.contracts import ConfigError, OptimizerConfig
@@ -270,3 +272,31 @@ def test_a_group_gets_another_layout_between_two_steps_which_is_said_and_logged(
         {"reshape/count": 1, "reshape/seconds": 1.5, "reshape/ranks": 1},
         {"reshape/count": 1, "reshape/seconds": 2.0, "reshape/ranks": 1},
     ]
+
+
+def test_a_step_has_the_recoveries_and_layouts_of_all_groups_since_the_step_before(tmp_path: Path) -> None:
+    config = config_of(tmp_path, PPOConfig, reward="r", groups="each")
+    session, (first, second) = session_of(config, 2)
+    first.recoveries = (Recovered("before the run", 9, 9, 99.0),)
+    second.num_ranks = 3
+    parts = Parts(config, session, Phases(), owner="mine", borrowed=True)
+    assert parts.take_recoveries() == {}
+    first.recoveries += (Recovered("a rank died", 5, 2, 1.5),)
+    second.recoveries += (Recovered("a rank died", 4, 0, 2.0), Recovered("again", 1, 1, 0.25))
+    assert parts.take_recoveries() == {
+        "recovery/count": 3,
+        "recovery/steps_repeated": 3,
+        "recovery/operations_repeated": 10,
+        "recovery/seconds_lost": 3.75,
+    }
+    assert parts.take_recoveries() == {}
+    second.reshapes += (Reshaped("critic", "a", "b", "", 2.5),)
+    assert parts.take_recoveries() == {"reshape/count": 1, "reshape/seconds": 2.5, "reshape/ranks": 4}
+    first.recoveries += (Recovered("a rank died", 2, 1, 0.5),)
+    first.reshapes += (Reshaped("actor", "a", "b", "", 1.0), Reshaped("actor", "b", "a", "", 1.0))
+    found = parts.take_recoveries()
+    assert (found["recovery/count"], found["reshape/count"]) == (1, 2)
+    assert (found["reshape/seconds"], found["reshape/ranks"]) == (2.0, 4)
+    assert parts.take_recoveries() == {}
+    first.peak_memory, second.peak_memory = 5, 3
+    assert parts.peak_memory == 5

@@ -6,6 +6,7 @@ import json
 import math
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from actors.rollout.messages import sample_seeds
 from actors.run import RunResult
 from actors.run.run import StopRequest
 from rl_backend.contracts import RLBackendError
+from rl_backend.data.rewards import LoadedReward, RewardScorer
 from tests.support.sampled_runs import config_of, held_out_sets, inputs_of, without_ray
 
 STEP_SECONDS = 200.0
@@ -222,3 +224,31 @@ def test_engines_serve_an_adapter_or_the_merged_weights_until_the_run_ends(
         assert engines.syncs == [(made, {"transport": "gloo", "merged": True}), ("closed", {})]
         assert [adapter for *_, adapter in engines.asked] == [None] and engines.removed == []
     assert lines(tmp_path)[0]["weight_version"] == (30 if push == "adapter" else 20)
+
+
+def test_a_run_may_sample_more_batches_for_groups_that_teach_something(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = config_of(tmp_path, steps=2, reward="m:f")
+    equal = RewardScorer([LoadedReward(lambda solution_str, **_: 1.0, "m:f")], on_failure="stop")
+    session, engines, _ = without_ray(monkeypatch, config, lambda: replace(inputs_of(config), reward=equal))
+    with RLRun(config, session) as run:
+        policy = run.build_model("policy")
+        run.begin("Mine", {"policy": policy}, batches_with_signal=2)
+        for _ in run.steps():
+            batch = run.collect()
+            run.push()
+            run.end_step(batch.metrics)
+    logged = lines(tmp_path)
+    assert [(line["batches_sampled"], line["groups_without_signal"]) for line in logged] == [(2, 4)] * 2
+    assert len(engines.asked) == 4
+
+
+def test_held_out_sets_are_answered_with_the_adapter_that_is_trained(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = config_of(tmp_path, steps=1, eval_dataset="x", **{"lora.rank": 4})
+    session, engines, trainer = without_ray(monkeypatch, config, lambda: inputs_of(config, held_out_sets("x")))
+    take_steps(config, session)
+    (made,) = [options["name"] for call, (*_, options) in trainer.calls if call == "create"]
+    assert [adapter for *_, adapter in engines.asked] == [made] * 3, "before, in the step, and after it"

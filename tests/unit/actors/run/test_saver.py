@@ -339,3 +339,31 @@ def test_without_save_every_nothing_is_saved(tmp_path: Path) -> None:
         assert saver.end(5, {}) is None
         saver.finish()
     assert not (tmp_path / "run" / "checkpoints").exists()
+
+
+def test_models_of_one_group_are_committed_together_and_any_group_may_want_a_checkpoint(tmp_path: Path) -> None:
+    class Once(Group):
+        entered = 0
+
+        @contextmanager
+        def steady(self) -> Iterator[None]:
+            assert not self.is_steady, "a group that is steady waits for itself"
+            self.entered += 1
+            with super().steady():
+                yield
+
+    config, shared, other = config_of(tmp_path, async_save=False), Once(), Once()
+    groups = {"actor": shared, "critic": shared, "reference": other}
+    models: Any = {name: GroupModel(group, None) for name, group in groups.items()}  # type: ignore[arg-type]
+    with (
+        RunFolder(config.run_dir, config, report_seconds=0) as folder,
+        RunSaver(config, folder, models, RunStart()) as saver,
+    ):
+        step(saver, 2)
+        assert (shared.entered, other.entered) == (1, 1)
+        other.wants_boundary = True
+        step(saver, 3)
+    assert [saved for saved, _ in shared.bounds] == [
+        f".step-0000000{number}.incomplete/{name}" for number in (2, 3) for name in ("actor", "critic")
+    ]
+    assert [made for _, made in other.bounds] == ["step-00000002/reference", "step-00000003/reference"]

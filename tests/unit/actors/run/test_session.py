@@ -14,7 +14,7 @@ from actors.cluster.placement import ClusterShare
 from examples.grpo import GRPOConfig
 from examples.ppo import PPOConfig
 from examples.sft import SFTConfig
-from rl_backend.contracts import ConfigError
+from rl_backend.contracts import ConfigError, RolloutError
 from tests.support.stopped_run import Weight, config_of
 
 OPTIONS: dict[str, Any] = {"model": "m", "dataset": "d", "dtype": "float32"}
@@ -188,3 +188,37 @@ def test_runs_whose_folders_end_alike_have_tenants_of_their_own(tmp_path: Path, 
     assert not group.names
     with Run(ann.replace(steps=2), session) as again:
         assert again.build_model("actor").handle.name == made[0], "a run that resumes has the same name"
+
+
+def test_a_run_that_fails_leaves_the_session_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    problems: list[Exception] = [RolloutError("the push failed")]
+
+    class Sync:
+        def __init__(self, *_: Any, **options: Any) -> None: ...
+
+        def push(self) -> None:
+            if problems:
+                raise problems.pop()
+
+        def __enter__(self) -> Any:
+            return self
+
+        def __exit__(self, *_: object) -> None: ...
+
+    monkeypatch.setattr("actors.run.session.WeightSync", Sync)
+    engines: Any = Engines(None)
+    session, group = Session([], engines), object()
+    one, other = (SimpleNamespace(name=name) for name in ("one", "other"))
+
+    def serve(base: Any, error: Exception | None = None) -> None:
+        with session.serving(group, base, "auto"):  # type: ignore[arg-type]
+            if error is not None:
+                raise error
+
+    with pytest.raises(RolloutError, match="the push failed"):
+        serve(one)
+    with pytest.raises(KeyError, match="of the loop"):
+        serve(one, KeyError("of the loop"))
+    serve(other)
+    session.forget_weights()
+    assert engines.forgotten == 4 and Session([]).forget_weights() is None  # type: ignore[func-returns-value]

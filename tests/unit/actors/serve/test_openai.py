@@ -13,8 +13,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from actors.serve.openai import _Answer, _assistant, _by_text, _function, _message, _reason, _token
 from actors.serve.sampling import STREAMED_TOKENS
+from rl_backend.contracts import BatchError
 from rl_backend.environment.protocol import Generation
+from rl_backend.environment.tool_call_parsers import ParsedTurn
 from tests.support.chat_templates import chat_tokenizer
 from tests.support.models import write_tiny
 from tests.support.serve_wire import Wire
@@ -249,6 +252,117 @@ def test_every_error_is_an_object_of_openai_s(
     error = found.json()["error"]
     assert found.status_code == status and error["code"] == str(status) and said in error["message"]
     assert httpx.get(f"{talking.url}/v1/models").json()["error"]["message"].startswith("no key: ")
+
+
+def test_characters_of_several_tokens_are_streamed_whole(talking: SimpleNamespace, say: Say) -> None:
+    text = "ab " + "日本語😀é" * 6
+    prompts = say(text)
+    pieces = [each.choices[0].delta.content or "" for each in chat(talking, stream=True)]
+    assert "".join(pieces) == text and len(prompts) > 2 and not any("\ufffd" in piece for piece in pieces)
+    assert sum(bool(piece) for piece in pieces) > 2
+
+
+def test_a_text_is_streamed_as_text_with_one_reason(talking: SimpleNamespace, say: Say) -> None:
+    say("one two three four five six seven eight nine")
+    asked: Any = {"model": talking.name, "prompt": "1+2", "max_tokens": 200}
+    pieces = list(talking.door.completions.create(stream=True, **asked))
+    assert "".join(each.choices[0].text for each in pieces) == "one two three four five six seven eight nine"
+    assert [each.choices[0].finish_reason for each in pieces] == [None] * (len(pieces) - 1) + ["stop"]
+    assert {each.object for each in pieces} == {"text_completion"} and len({each.id for each in pieces}) == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "tokens"),
+    [
+        ({}, 16),
+        ({"max_tokens": 3}, 3),
+        ({"extra_body": {"max_completion_tokens": 2}, "max_tokens": 5}, 2),
+        ({"max_tokens": None}, 16),
+    ],
+    ids=str,
+)
+def test_a_completion_has_sixteen_tokens_where_nobody_says_how_many(
+    options: dict[str, Any], tokens: int, talking: SimpleNamespace, say: Say
+) -> None:
+    say("word " * 100)
+    found = talking.door.completions.create(model=talking.name, prompt="1+2", **options)
+    assert found.usage.completion_tokens == tokens and found.choices[0].finish_reason == "length"
+    prompt = talking.tokenizer.encode("1+2")
+    assert (found.usage.prompt_tokens, found.usage.total_tokens) == (len(prompt), len(prompt) + tokens)
+
+
+def test_a_chat_has_all_of_the_model_s_room_where_nobody_says_how_much(talking: SimpleNamespace, say: Say) -> None:
+    say("word " * 400)
+    found = chat(talking, max_tokens=None)
+    assert found.usage.total_tokens == 256 and found.choices[0].finish_reason == "length"
+
+
+def test_messages_are_told_to_templates_in_their_form() -> None:
+    called = {"id": "x", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
+    for given, told in (
+        ({"role": "user", "content": "a"}, {"role": "user", "content": "a"}),
+        ({"role": "user"}, {"role": "user", "content": ""}),
+        ({"role": "user", "content": []}, {"role": "user", "content": ""}),
+        ({"content": [{"type": "text", "text": "a"}, {"type": "text"}, {"type": "text", "text": "b"}]}, {"content": "ab"}),
+        ({"content": None, "tool_calls": None}, {"content": "", "tool_calls": None}),
+        (
+            {"content": None, "tool_calls": [called, {**called, "function": {"name": "g", "arguments": {"b": 2}}}]},
+            {
+                "content": "",
+                "tool_calls": [
+                    {**called, "function": {"name": "f", "arguments": {"a": 1}}},
+                    {**called, "function": {"name": "g", "arguments": {"b": 2}}},
+                ],
+            },
+        ),
+    ):
+        assert _message(given) == told
+    assert _function({"name": "f", "arguments": ""}) == {"name": "f", "arguments": {}}
+    with pytest.raises(BatchError, match="messages: 'x' is no object"):
+        _message("x")
+
+
+def test_of_tokens_that_look_the_same_the_likeliest_is_shown() -> None:
+    assert _by_text([("a", -1.0), ("b", -2.0), ("a", -3.0)]) == {"a": -1.0, "b": -2.0} and _by_text([]) == {}
+    assert _token("é", -1.0) == {"token": "é", "logprob": -1.0, "bytes": [195, 169]}
+
+
+def test_why_a_text_ended_is_told_in_openai_s_words() -> None:
+    calls: Any = [SimpleNamespace(name="f", arguments={"x": 1})]
+    for finish, attempts, reason in (
+        ("stop", (), "stop"),
+        ("length", (), "length"),
+        ("abort", (), "length"),
+        ("stop", calls, "tool_calls"),
+    ):
+        assert _reason(finish, ParsedTurn("text", attempts)) == reason
+    told = _assistant(ParsedTurn("", calls * 2))
+    assert told["content"] is None and [each["index"] for each in told["tool_calls"]] == [0, 1]
+    assert told["tool_calls"][0]["function"] == {"name": "f", "arguments": '{"x": 1}'}
+    assert len({each["id"] for each in told["tool_calls"]}) == 2
+    assert _assistant(ParsedTurn("")) == {"role": "assistant", "content": ""}
+
+
+def test_a_text_is_cut_at_the_first_of_its_ends(talking: SimpleNamespace) -> None:
+    model: Any = SimpleNamespace(name="m")
+    for ends, cut in (((), "a b c d"), (("x",), "a b c d"), (("c", "b"), "a "), (("d", "a"), ""), ((" d",), "a b c")):
+        assert _Answer(talking.server, model, "m", ends, has_tools=False, chat=False)._cut("a b c d") == cut
+
+
+def test_two_texts_that_end_differently_say_so_each(talking: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+    ids = talking.tokenizer.encode("one two", add_special_tokens=False)
+    drawn = iter((Generation(ids, [-0.5] * len(ids), "length", [0] * len(ids)), Generation(ids[:1], [-0.25], "stop", [0])))
+    monkeypatch.setattr(TorchEngine, "generate", lambda *_: next(drawn))
+    found = talking.door.completions.create(model=talking.name, prompt=[5, 6], n=2, logprobs=0, echo=False)
+    shown = sorted((each.finish_reason, each.logprobs.token_logprobs) for each in found.choices)
+    assert shown == [("length", [-0.5] * len(ids)), ("stop", [-0.25])]
+    assert [each.index for each in found.choices] == [0, 1] and found.usage.completion_tokens == len(ids) + 1
+    assert all(each.logprobs.top_logprobs is None for each in found.choices)
+    for each in found.choices:
+        assert "".join(each.logprobs.tokens) == each.text
+        assert each.logprobs.text_offset == [
+            sum(map(len, each.logprobs.tokens[:at])) for at in range(len(each.logprobs.tokens))
+        ]
 
 
 def test_a_failure_of_the_server_is_an_object_of_openai_s_too(

@@ -13,10 +13,18 @@ import torch
 
 from actors.rollout.messages import AdapterVersion, PushedAdapter, Response
 from actors.sync import adapter_push
-from actors.sync.adapter_push import AdapterPush, Canary, StagedAdapter, describe_source, send_canary, stage_adapter
+from actors.sync.adapter_push import (
+    AdapterPush,
+    Canary,
+    StagedAdapter,
+    describe_source,
+    push_directory,
+    send_canary,
+    stage_adapter,
+)
 from actors.train.context import HandleRef
 from actors.train.outcome import Apart
-from actors.wire.factors import SharedFactors
+from actors.wire.factors import PackedFactors, SharedFactors
 from actors.wire.segment import Segment
 from rl_backend.contracts import EngineDeadError, EngineDirtyError, RolloutError, WeightCheckError, WeightSyncError
 
@@ -399,3 +407,107 @@ def test_a_segment_that_this_rank_may_not_open_is_no_error_of_one_rank(error: Ex
     memories: Any = SimpleNamespace(at=at)
     assert adapter_push._mapped(memories, Segment("here", 8)) == (None if error else "memory of here")
     assert adapter_push._mapped(memories, None) is None
+
+
+def test_ranks_that_took_the_place_of_others_are_asked_anew_where_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    present, gauges = [Ranks(), Ranks()], list[tuple[Any, ...]]()
+    monkeypatch.setattr(adapter_push, "pinned", lambda train: present[0])
+    monkeypatch.setattr("actors.cluster.prometheus.set_gauge", lambda name, value, **tags: gauges.append((value, tags)))
+    made = Made()
+    made.push.push()
+    before = present.pop(0)
+    asked = len(before.ran)
+    present[0].staged = STAGED._replace(version=6)
+    for _ in range(2):
+        assert made.push.push().version == 6
+    assert [function for function, *_ in present[0].ran] == [describe_source, stage_adapter, stage_adapter]
+    assert len(before.ran) == asked
+    assert gauges == [(version, {"tenant": "poet"}) for version in (5, 6, 6)]
+
+
+def test_a_push_is_over_when_its_training_group_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Ended(Ranks):
+        ended = False
+
+    monkeypatch.setattr(adapter_push, "TrainGroup", Ended)
+    monkeypatch.setattr(adapter_push, "pinned", lambda train: train)
+    made: Any = Made()
+    assert not made.push.is_over
+    made.push._train = Ended()
+    assert not made.push.is_over
+    made.push._train.ended = True
+    assert made.push.is_over
+
+
+PEFT = "base_model.model.m"
+OF_A_DIRECTORY = PackedFactors.of(
+    {
+        f"{PEFT}.up.lora_A.weight": (torch.ones(4, 3), 1.0),
+        f"{PEFT}.up.lora_B.weight": (torch.ones(50, 4), 1.0),
+        f"{PEFT}.words.lora_embedding_A": (torch.ones(6, 70), 1.0),
+        f"{PEFT}.words.lora_embedding_B": (torch.ones(20, 6), 1.0),
+    },
+    "float32",
+)
+
+
+class Serving(Group):
+    """Also what it serves by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.adapters: dict[str, AdapterVersion] = {}
+
+
+@pytest.fixture
+def read(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Directories that were read, each with :data:`OF_A_DIRECTORY`; or with what is put before."""
+    found: list[Any] = []
+
+    def of(directory: Any, dtype: str) -> PackedFactors:
+        given = found.pop() if found and isinstance(found[-1], PackedFactors) else OF_A_DIRECTORY
+        found.append((directory, dtype))
+        return given
+
+    monkeypatch.setattr(PackedFactors, "read", of)
+    monkeypatch.setattr(adapter_push.ray, "put", lambda packed: ("stored", packed))
+    return found
+
+
+def test_a_directory_is_served_under_its_name_with_its_largest_rank(read: list[Any]) -> None:
+    group: Any = Serving()
+    first, second = push_directory(group, "mine", "there"), push_directory(group, "other", Path("here"))
+    assert read == [("there", "float32"), (Path("here"), "float32")]
+    assert (first.tenant, first.version, first.rank) == ("mine", 0, 6) and second.number > first.number
+    assert group.served == PushedAdapter(second, ("stored", OF_A_DIRECTORY), OF_A_DIRECTORY.digest)
+    pushed = [each for each in group.asked if each[0] == "push_adapter"]
+    assert pushed[0] == ("push_adapter", first, ("stored", OF_A_DIRECTORY), OF_A_DIRECTORY.digest)
+    assert [each[1] for each in group.asked if each[0] == "require_pushable"] == [first, second]
+    assert not group.is_changing and not any(each[0] == "drop_adapter" for each in group.asked)
+
+
+def test_a_directory_that_cannot_be_served_leaves_nothing_in_engines(read: list[Any]) -> None:
+    group: Any = Serving()
+    group.adapters = {"mine": ADAPTER}
+    with pytest.raises(RolloutError, match="adapter='mine' is served already; choose another name"):
+        push_directory(group, "mine", "there")
+    infinite = PackedFactors.of({f"{PEFT}.up.lora_A.weight": (torch.full((1, 2), torch.inf), 1.0)}, "float32")
+    read.append(infinite)
+    with pytest.raises(WeightCheckError, match=r"^there: base_model\.model\.m\.up\.lora_A\.weight has values that are not"):
+        push_directory(group, "other", "there")
+    assert not group.asked
+    group.refuses = {"require_pushable": RolloutError("merged")}
+    with pytest.raises(RolloutError, match="merged"):
+        push_directory(group, "other", "there")
+    assert not any(each[0] == "push_adapter" for each in group.asked)
+    group.refuses, group.answers = {}, {"push_adapter": {2: WeightCheckError("rank 6 is more than the 4")}}
+    with pytest.raises(WeightCheckError, match="rank 6 is more"):
+        push_directory(group, "other", "there")
+    (dropped,) = [each[1] for each in group.asked if each[0] == "drop_adapter"]
+    assert (dropped.tenant, group.served) == ("other", None)
+    group.answers = {"push_adapter": {0: DEAD}}
+    assert push_directory(group, "other", "there").tenant == "other", "the others serve it"
+    group.answers = {"push_adapter": {2: EngineDeadError("engine 2 died"), 5: DEAD_TOO}}
+    with pytest.raises(EngineDeadError, match="engine 2 died"):
+        push_directory(group, "third", "there")
+    assert group.served.adapter.tenant == "other" and group.asked[-1][0] == "push_adapter", "nobody is left to drop it"

@@ -208,3 +208,78 @@ def test_options_of_a_tenant_are_refused_for_a_model(tenant: HandleRef) -> None:
     for options in ({"merged": True}, {"directory": "there"}, {"canary": None}):
         with pytest.raises(ConfigError, match="it is for a LoRA tenant that is pushed as an adapter; leave it out"):
             WeightSync(rollout, rollout, model, **options)  # type: ignore[arg-type]
+
+
+class Exports:
+    """A rank's runtime with a tenant of known factors."""
+
+    def __init__(self, rank: int = 0, value: float = 1.0, **config: Any) -> None:
+        self.rank, self.state, self.runtime = rank, dict[str, Any](), self
+        prefix = "base_model.model.m"
+        self.factors = {
+            f"{prefix}.up.lora_A.weight": torch.full((4, 3), value),
+            f"{prefix}.up.lora_B.weight": torch.full((5, 4), 2.0),
+            f"{prefix}.words.lora_embedding_A": torch.full((4, 7), 3.0),
+            f"{prefix}.words.lora_embedding_B": torch.full((2, 4), 5.0),
+        }
+        shapes = {name: tuple(factor.shape) for name, factor in self.factors.items()}
+        settings = LoRAConfig(rank=4, alpha=12.0, **config)
+        self.info = SimpleNamespace(name="ann/poet", config=settings, shapes=shapes, weight_version=7, hf_path="there")
+        self.exported = 0
+
+    def handle(self, ref: Any) -> Any:
+        return ref
+
+    def get_lora_adapter(self, handle: Any) -> Any:
+        return self.info
+
+    def export_lora_adapter(self, handle: Any, *, copy: bool) -> Iterator[tuple[str, Tensor]]:
+        assert not copy
+        for name, factor in reversed(self.factors.items()):
+            self.exported += 1
+            yield name, factor
+
+
+def staged_by(rank: Exports, dtype: str = "float32", place: Any = None) -> Any:
+    return stage_adapter(rank, HandleRef("group", 3, "poet", False, (0,), (0,), lora_id=0), dtype, place)  # type: ignore[arg-type]
+
+
+def test_the_source_rank_alone_stages_what_all_export_with_its_scale_in_b() -> None:
+    other, source = Exports(1), Exports()
+    assert staged_by(other) is None and other.exported == 4 and not other.state
+    assert describe_source(other, None, "float32") is None  # type: ignore[arg-type]
+    (staged, packed) = staged_by(source)
+    assert (staged.version, staged.rank, staged.nbytes, staged.directory) == (7, 4, 4 * (12 + 20 + 28 + 8), "")
+    found = {name.rpartition("m.")[2]: value.unique().tolist() for name, value in packed.tensors().items()}
+    assert found == {
+        "up.lora_A.weight": [1.0],
+        "up.lora_B.weight": [6.0],
+        "words.lora_embedding_A": [3.0],
+        "words.lora_embedding_B": [15.0],
+    }
+
+
+def test_what_no_engine_can_take_is_refused_before_it_is_sent() -> None:
+    dora = Exports(use_dora=True)
+    with pytest.raises(UnsupportedError, match=r"'ann/poet' has LoRAConfig\.use_dora=True: .* merged=True"):
+        staged_by(dora)
+    assert not dora.exported
+    large = Exports(value=70000.0)
+    assert staged_by(large).value.version == 7 and staged_by(large, "bfloat16").value.version == 7
+    with pytest.raises(WeightCheckError, match=r"'ann/poet': \S+up\.lora_A\.weight has values that are not finite"):
+        staged_by(large, "float16")
+
+
+def test_a_directory_has_the_name_of_the_tenant_its_version_and_a_key(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written: list[Any] = []
+    monkeypatch.setattr(adapter_push, "write_peft_directory", lambda *given: written.append(given))
+    source = Exports()
+    (staged, stored) = staged_by(source, "bfloat16", (tmp_path, "k3y"))
+    ((path, factors, config, model),) = written
+    assert path == staged.directory == f"{tmp_path}/ann_poet@7-k3y" and stored is None
+    assert {name: value.unique().tolist() for name, value in factors} == {
+        name: value.unique().tolist() for name, value in source.factors.items()
+    }, "as they are trained: the scale is in the directory's configuration"
+    assert (config, model, staged.nbytes) == (source.info.config, "there", 2 * (12 + 20 + 28 + 8))

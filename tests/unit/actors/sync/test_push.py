@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -26,6 +26,7 @@ from rl_backend.contracts import (
     TensorInfo,
     WeightCheckError,
     WeightManifest,
+    WeightSyncError,
 )
 
 PLAN = PushPlan("key", None, "float32", None, 4, (), "node", "host", kept=("kept",))
@@ -322,3 +323,37 @@ def test_a_version_that_other_ranks_have_computed_again_has_the_same_digests(mon
     # In another layout the same weights may have other bits.
     push(PinnedRanks(None, 4, layout=1), other)  # type: ignore[arg-type]
     assert pushed.methods.count("load") > loads
+
+
+@pytest.mark.parametrize("streams", [False, True])
+def test_a_push_is_known_to_the_group_with_the_tenant_that_is_merged_into_it(streams: bool) -> None:
+    pushed = Pushed(streams=streams)
+    rollout: Any = pushed.sync._rollout
+    pushed.sync._merged = "poet"
+    pushed.engines.answers = {"resume": {1: WeightSyncError("engine 1 cannot serve")}}
+    with pytest.raises(WeightSyncError, match="engine 1 cannot serve"):
+        pushed.push()
+    assert pushed.changed == ["poet"] and rollout.publisher is pushed.sync and pushed.sync._served == PLAN.version
+    assert pushed.engines.serving == [0], "the other has the weights and does not sample"
+
+
+def test_an_engine_that_joins_is_given_no_weights_that_others_do_not_serve_or_that_cannot_reach_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pushed = Pushed(streams=False)
+    sync, of_push = pushed.sync, cast(Any, pushed.engines)
+    monkeypatch.setattr(sync, "_plan", lambda: PLAN)
+    sync._transport = Kept()
+    sync._push_staged(sync._transport, PLAN, of_push, pushed.clock)
+
+    def give() -> tuple[bool, list[str]]:
+        engines: Any = Engines()
+        return sync.give(engines), [method for method, _ in engines.called]
+
+    sync._served = PLAN.version - 1  # what is staged was not loaded
+    assert give() == (False, [])
+    sync._served, sync._staged = PLAN.version, None
+    monkeypatch.setattr(Kept, "problem", lambda *_: "it is on another host")
+    assert give() == (False, [])
+    monkeypatch.setattr(Kept, "problem", lambda *_: "")
+    assert give() == (True, ["verify", "pause_turns", "load", "resume"])

@@ -546,3 +546,21 @@ def test_the_result_of_the_source_rank_is_raised_where_it_is_an_error() -> None:
     assert from_source(["mine", WeightSyncError("of another rank")]) == "mine"
     with pytest.raises(WeightSyncError, match="mine"):
         from_source([WeightSyncError("mine"), None])
+
+
+def test_a_function_is_asked_for_its_tensors_at_every_export() -> None:
+    made: list[int] = []
+
+    def tensors() -> Iterator[tuple[str, Tensor]]:
+        made.append(len(made) + 1)
+        yield "a", torch.full((2,), float(made[-1]))
+        yield "b", torch.full((1,), 7)
+
+    source = WeightSource(tensors)
+    found = [dict(source.tensors(torch.bfloat16)) for _ in range(2)]
+    assert source.version == 0 and made == [1, 2]
+    assert [{name: tensor.tolist() for name, tensor in each.items()} for each in found] == [
+        {"a": [1.0, 1.0], "b": [7]},
+        {"a": [2.0, 2.0], "b": [7]},
+    ]
+    assert [each["a"].dtype for each in found] == [torch.bfloat16] * 2

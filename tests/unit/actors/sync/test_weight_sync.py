@@ -428,3 +428,34 @@ def test_a_rank_sends_the_plan_of_this_push_and_answers_with_its_checksums(monke
     context: Any = SimpleNamespace(state={"key": gpu_transports.Stream(engine, exported)})
     assert gpu_transports.send_stream(context, PLAN) == {"a": 7, "b": -1}
     assert done == ["synchronize", "send 4"]
+
+
+READS: tuple[Any, ...] = (
+    {"a": [((0, 1), (0, 3))], "b": [((0, 5),)]},
+    {"a": [((1, 2), (0, 3))], "b": [((0, 5),)]},
+)
+"""Of two workers: a row each of the first tensor, and both all of the second."""
+
+
+def test_tensors_are_cut_where_workers_read_them_and_engines_are_asked_once_for_each_plan() -> None:
+    engines: Any = Engines((), ())
+    engines.answers = {"weight_reads": dict.fromkeys((0, 1), READS)}
+    sync: Any = WeightSync(None, engines)  # type: ignore[arg-type]
+    tiles = sync._tiles(PLAN, engines)
+    assert [(tile.tensor, tile.start, tile.shape, tile.workers) for tile in tiles] == [
+        ("a", (0, 0), (1, 3), (0,)),
+        ("a", (1, 0), (1, 3), (1,)),
+        ("b", (0,), (5,), (0, 1)),
+    ]
+    assert sync._tiles(replace(PLAN, version=5), engines) is tiles and engines.asked == [("weight_reads",)]
+    assert [tile.tensor for tile in sync._tiles(replace(PLAN, infos=INFOS[1:]), engines)] == ["b"]
+    assert sync._tiles(PLAN, engines) == tiles and len(engines.asked) == 3
+    engines.answers["weight_reads"][1] = EngineDirtyError("engine 1 is dirty")
+    with pytest.raises(EngineDirtyError, match="engine 1 is dirty"):
+        sync._tiles(replace(PLAN, infos=INFOS[:1]), engines)
+    assert replace(PLAN, tiles=tiles).received == (12 + 20, 12 + 20) and PLAN.received == (24 + 20,)
+    assert replace(PLAN, tiles=tiles[1:2]).received == (0, 12)
+    engines.config.tensor_parallel = 1
+    assert sync._tiles(PLAN, engines) == (), "whole tensors"
+    engines.config.tensor_parallel, engines.engines = 2, ()
+    assert sync._tiles(PLAN, engines) == () and len(engines.asked) == 4

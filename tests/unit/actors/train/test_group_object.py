@@ -296,3 +296,37 @@ def test_a_group_is_taken_over_with_the_given_patience(
     group.take_over()
     group.take_over(3.0)
     assert given == [60.0, 3.0]
+
+
+def test_the_tenants_of_a_pass_are_those_that_have_a_loss_in_it(group: TrainGroup, ranks: Ranks) -> None:
+    base, other = ref(1), ref(9)
+    for handle, name, number in ((base, "ann", 4), (base, "bob", 5), (other, "carl", 6)):
+        ranks.keep(Operation("create_lora_adapter", {"handle": handle, "name": name}, number))
+    ranks.keep(Operation("build_model", {"name": "dan"}, 7))
+    losses: Any = dict.fromkeys(("ann", "bob", "carl", "dan", "nobody"))
+    for names, found in (
+        (("ann",), {4}),
+        (("bob", "ann"), {4, 5}),
+        (("ann", "nobody"), set()),
+        (("carl",), set()),
+        ((), set()),
+    ):
+        assert group._tenants_with({name: losses[name] for name in names}, base) == found
+    one: Any = len
+    assert group._tenants_with(one, base) == group._tenants_with(None, base) == frozenset()
+
+
+def test_a_step_of_several_models_is_told_to_the_recovery(group: TrainGroup, monkeypatch: pytest.MonkeyPatch) -> None:
+    stepped: list[Any] = []
+    monkeypatch.setattr(group._recovery, "stepped", stepped.append)
+    group.optimizer_step.submit([ref(1), ref(2)])
+    group.zero_grad.submit([ref(3)])
+    group.optimizer_step.submit(ref(4))
+    assert stepped == [[ref(1), ref(2)], [ref(4)]]
+
+
+def test_pinned_ranks_are_those_of_one_epoch_and_layout(group: TrainGroup) -> None:
+    before = group.pinned()
+    assert group.pinned() == before
+    group._recovery.num_layouts += 1
+    assert group.pinned() != before

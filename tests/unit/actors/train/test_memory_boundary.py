@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from ray import cloudpickle
 from ray.exceptions import RayError
 
 from actors.cluster.processes import Process, start_time
@@ -427,3 +428,93 @@ def test_a_rank_without_such_a_model_says_so(holders: list[HolderHere], model: P
     context = RankContext(None, "group", 0, 1)  # type: ignore[arg-type]
     answer = memory_boundary.hold_state(context, HandleRef("group", 3, "policy", False, (0,), (0,)), 0)
     assert answer.value is None and answer.stored == "HandleError: model 'policy' was not built by this training group"
+
+
+@pytest.mark.parametrize(
+    ("homes", "living", "mirrors"),
+    [
+        (["b"], ["a", "b", "c"], {"b": "c"}),
+        (["c"], ["a", "b", "c"], {"c": "a"}),
+        (["a"], ["a"], {}),
+        (["a", "a"], ["a"], {}),
+        (["c", "a"], ["a", "b", "c"], {"a": "c", "c": "a"}),
+        (["c", "b", "a"], ["a", "b", "c", "d"], {"a": "b", "b": "c", "c": "a"}),
+    ],
+    ids=str,
+)
+def test_copies_lie_on_another_node_of_the_ranks_or_of_the_cluster_where_these_have_one(
+    homes: list[str], living: list[str], mirrors: dict[str, str], holders: list[HolderHere], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(memory_boundary, "living_nodes", lambda: [{"NodeID": node} for node in reversed(living)])
+    boundaries = memory_boundary.MemoryBoundaries(lambda text: None)
+    infos = [RankInfo(rank, node, "10.0.0.1", rank, "1") for rank, node in enumerate(homes)]
+    boundaries.place(infos)
+    assert boundaries._mirrors == mirrors
+    assert sorted(holder.node_id for holder in holders) == sorted({*homes, *mirrors.values()})
+    boundaries.place(infos)
+    assert len(holders) == len({*homes, *mirrors.values()}), "who has a holder keeps it"
+
+
+def test_a_copy_is_chosen_whose_holder_lives_and_a_hung_one_only_where_there_is_no_other(
+    holders: list[HolderHere], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    boundaries = memory_boundary.MemoryBoundaries(lambda text: None)
+    near, far = HolderHere("near"), HolderHere("far")
+    state: dict[str, str] = {}
+
+    def has_died(holder: Any, *, hung: bool = False) -> bool:
+        return state.get(holder.node_id) == "dead" or (hung and state.get(holder.node_id) == "hung")
+
+    monkeypatch.setattr(memory_boundary, "_has_died", has_died)
+    handle = HandleRef("group", 5, "policy", False, (0,), (0,))
+
+    def boundary(*nodes: list[HolderHere]) -> Any:
+        copies = tuple(
+            tuple(
+                memory_boundary.Copy(each.node_id, each, held_memory.HeldKey(5, rank, 1), held_memory.Written("p", 1, 2))
+                for each in of_rank
+            )
+            for rank, of_rank in enumerate(nodes)
+        )
+        return memory_boundary.Boundary(handle, 1, 0, copies)
+
+    def chosen(*nodes: list[HolderHere]) -> list[str] | None:
+        found = boundaries.choose(boundary(*nodes))
+        return None if found is None else [each.node_id for each in found]
+
+    assert chosen([near, far], [far, near]) == ["near", "far"], "the nearest first"
+    state["near"] = "dead"
+    assert chosen([near, far], [far, near]) == ["far", "far"] and chosen([near, far], [near]) is None
+    state["near"] = "hung"
+    assert chosen([near, far], [far, near]) == ["far", "far"]
+    assert chosen([near, far], [near]) == ["near", "near"], "its memory can be read all the same"
+    assert boundaries.lost() == []
+    boundaries._last[5] = boundary([near, far], [near])
+    boundaries._dead = {id(far)}
+    assert boundaries.lost() == []
+    boundaries._dead = {id(near)}
+    assert boundaries.lost() == [handle], "one of its ranks has no copy any more"
+
+
+def test_states_of_a_model_take_two_memories_in_turn_and_one_is_made_at_a_time(
+    holders: list[HolderHere], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    boundaries, sent = memory_boundary.MemoryBoundaries(lambda text: None), list[Any]()
+    infos = [RankInfo(rank, "here", "127.0.0.1", 1, "1") for rank in range(2)]
+    boundaries.place(infos)
+
+    def dispatch(name: str, calls: Sequence[bytes]) -> Any:
+        sent.append((name, [cloudpickle.loads(call).args[1] for call in calls]))
+        return OperationHeader(len(sent), name), [(None, "no memory is free")] * 2
+
+    ranks: Any = SimpleNamespace(infos=infos, dispatch=dispatch)
+    one, two = (HandleRef("group", key, f"model {key}", False, (0, 1), (0, 1)) for key in (5, 6))
+    assert boundaries.make(one, ranks) == 1 and boundaries.make(one, ranks) is None and boundaries.make(two, ranks) == 2
+    assert boundaries.making == {5, 6} and sent == [("hold_state", [0, 0])] * 2
+    for generation in (0, 1):
+        boundaries._asked.clear()
+        boundaries._last[5] = memory_boundary.Boundary(one, 1, generation, ())
+        boundaries.make(one, ranks)
+        assert sent[-1] == ("hold_state", [1 - generation] * 2)
+    boundaries.forget(5)
+    assert not boundaries.making and not boundaries._last

@@ -223,3 +223,20 @@ def test_a_text_ends_with_a_token_of_the_model(config: dict[str, Any], end: int,
         f"tokenizer='{model}': its tokenizer ends a text with token {end} (<end>), and the model has 10 tokens, 0 to 9; "
         "give the tokenizer that belongs to it"
     )
+
+
+def test_a_tenant_moves_with_its_base_and_its_optimizer_alone() -> None:
+    moved: list[tuple[Any, ...]] = []
+    group: Any = SimpleNamespace(to=lambda *given, **named: moved.append((*given, named)))
+    handle: Any = "tenant"
+    base: Any = "base"
+    for model, expected in (
+        (GroupModel(group, handle, base=base), [("tenant", "cpu", {"model": True}), ("base", "cpu")]),
+        (GroupModel(group, handle), [("tenant", "cpu", {"model": True})]),
+    ):
+        moved.clear()
+        model.to("cpu")
+        assert [each if each[-1] else each[:-1] for each in moved] == expected
+        moved.clear()
+        model.to("device", model=False)
+        assert moved == [("tenant", "device", {"model": False})]

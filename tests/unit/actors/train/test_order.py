@@ -132,3 +132,33 @@ def test_every_thread_has_a_number_of_its_own() -> None:
         thread.join()
     assert all(first == second for first, second in found)
     assert len({here, *(first for first, _ in found)}) == 3 and this_thread.number == here > 0
+
+
+def test_ranks_in_the_place_of_others_go_on_from_their_numbers_with_gaps() -> None:
+    ledger = OperationLedger(FIRST)
+    built = [Operation("build_model", {}, 4)]
+    ledger.resume(17, built)
+    assert ledger.transfer(FIRST)[0] == 17 and ledger.begin(FIRST, "a") == 18 and ledger.journal == built
+    sequence = OperationSequence()
+    sequence.start(OperationHeader(4, "a", after=0))
+    sequence.finish(None)
+    for after in (0, 3, 8, None):
+        with pytest.raises(OperationOrderError, match=r"operation 9 .* arrived after operation 4"):
+            sequence.start(OperationHeader(9, "b", after=after))
+    sequence.start(OperationHeader(9, "b", after=4))
+    sequence.finish(None)
+    sequence.start(OperationHeader(10, "c"))
+    assert (sequence.started, sequence.finished) == (10, 9)
+
+
+def test_a_failure_that_is_later_than_what_was_taken_over_or_is_another_s_stays_unseen() -> None:
+    sequence = OperationSequence()
+    for number, submitter in ((1, 1), (2, 2), (3, 3)):
+        sequence.start(OperationHeader(number, "a", submitter=submitter))
+        sequence.finish(f"failure {number}")
+    sequence.start(OperationHeader(4, "b", submitter=4, taken_over=2))
+    sequence.finish(None)
+    sequence.start(OperationHeader(5, "c", submitter=2, taken_over=2))
+    sequence.finish(None)
+    with pytest.raises(OperationOrderError, match="failure 3"):
+        sequence.start(OperationHeader(6, "d", submitter=3, taken_over=2))

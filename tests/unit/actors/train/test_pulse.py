@@ -224,3 +224,32 @@ def test_peers_of_a_rank_that_failed_are_lost_once_all_have_waited_in_one_place(
     peers, infos, left = PeersOfFailed(), [RankInfo(rank, "here", "10.0.0.1", rank) for rank in (0, 2)], list(seen)
     monkeypatch.setattr(module, "places_in_code", lambda asked: left.pop(0) if asked == infos else None)
     assert [peers.look(infos) for _ in seen] == [False] * (len(seen) - 1) + [found]
+
+
+def test_ranks_are_ended_each_by_its_own_node_and_all_are_waited_for(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    ended: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(module, "end_process", lambda pid, started: ended.append(("here", pid, started)))
+
+    def call(node: str, function: Any, *given: Any) -> Ref:
+        assert function is module.end_process
+        ended.append((node, *given))
+        return Ref(comes=node != "lost")
+
+    monkeypatch.setattr(module, "call_on_node", call)
+    infos = [RankInfo(rank, node, "10.0.0.1", 10 + rank, str(rank)) for rank, node in enumerate(("there", "here", "lost"))]
+    module.end_processes(infos)
+    assert ended == [("there", 10, "0"), ("here", 11, "1"), ("lost", 12, "2")]
+    assert module.ray.waits == [20.0]  # type: ignore[attr-defined]
+    module.end_processes(infos[1:2])
+    assert len(module.ray.waits) == 1, "of none there is nothing to wait for"  # type: ignore[attr-defined]
+
+
+def test_one_that_is_stopped_for_too_long_is_told_before_those_that_are_silent_or_slow(clock: Clock) -> None:
+    ranks, stopped = [Rank(), Rank(), Rank()], {1: 2.9, 2: 0.0}
+    pulse = Pulse(ranks, BOUNDS, stopped)
+    ranks[0].at = None
+    assert looks(pulse, clock, 29) is None
+    stopped[1] = stopped[2] = 3.0
+    assert looks(pulse, clock, 30) == ([1, 2], "is stopped (SIGSTOP)")
+    stopped[1] = stopped[2] = 0.0
+    assert looks(pulse, clock, 30) == ([0], "has given no sign of life for 30 s")

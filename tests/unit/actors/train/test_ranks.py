@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,12 +12,12 @@ from ray.exceptions import GetTimeoutError
 from actors.cluster.processes import Place
 from actors.train import ranks as module
 from actors.train.order import OperationHeader, this_thread
-from actors.train.outcome import RankInfo
+from actors.train.outcome import Completed, RankInfo
 from actors.train.pulse import LOOK_SECONDS, WaitBounds
 from actors.train.ranks import GroupMembers
-from rl_backend.contracts import GroupFailedError, HandleError, OperationOrderError, RLBackendError
+from rl_backend.contracts import BatchError, GroupFailedError, HandleError, OperationOrderError, RLBackendError
 from rl_backend.contracts.atoms import Operation
-from tests.support.told_ranks import FIRST, SECOND, ToldGroup, ToldRay, told_death
+from tests.support.told_ranks import FIRST, SECOND, Ref, ToldGroup, ToldRay, told_death, told_failure
 
 
 @pytest.fixture
@@ -229,3 +230,62 @@ def test_members_are_stopped_only_while_ray_is_there(usable: bool, monkeypatch: 
     placement: Any = "placement"
     GroupMembers("group", "ours", workers, placement, 1.0).kill()
     assert done == (["first", "second", "placement"] if usable else [])
+
+
+@pytest.mark.parametrize(
+    ("answers", "answered"),
+    [
+        ([Completed(1), Completed(2)], True),
+        ([Completed(1), told_failure(BatchError("odd"))], True),
+        ([Completed(1), told_failure(RuntimeError("gloo/ lost"))], False),
+        ([Completed(1), told_death("gone")], False),
+        ([Completed(1), GetTimeoutError()], False),
+    ],
+    ids=range(5),
+)
+def test_ranks_have_answered_unless_one_is_gone_or_missed_a_peer(
+    answers: list[Any], answered: bool, told: ToldRay, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    group, waits = ToldGroup(2, told), list[float | None]()
+    get = told.get
+
+    def get_all(refs: Any, timeout: float | None = None) -> Any:
+        waits.append(timeout)
+        return [get(ref) for ref in refs]
+
+    monkeypatch.setattr(told, "get", get_all)
+    refs: Any = [Ref(each) for each in answers]
+    assert group.ranks.has_answered(refs) is answered and waits == [0.1]
+
+
+def test_ranks_in_the_place_of_others_know_what_those_knew(told: ToldRay) -> None:
+    lost, fresh = ToldGroup(1, told), ToldGroup(1, told)
+    bounds = WaitBounds(1.0, 2.0)
+    lost.ranks.journal = [Operation("build_model", {}, 1)]
+    lost.ranks.peak_memory, lost.ranks.bounds, lost.ranks._taken_over = 99, bounds, 4
+    lost.ranks._acknowledged = frozenset({3})
+    fresh.ranks.take_place_of(lost.ranks, 17)
+    assert fresh.ranks.journal == lost.ranks.journal and fresh.ranks.journal is not lost.ranks.journal
+    assert (fresh.ranks.peak_memory, fresh.ranks.bounds) == (99, bounds)
+    loss: Any = "a loss"
+    (refs,) = fresh.ranks.repeat(OperationHeader(9, "step", 5), [b"a"], loss, 4)
+    header = OperationHeader(9, "step", 5, frozenset({3}), 4, after=4)
+    assert fresh.workers[0].sent == [(header, b"a", "a loss")] and refs[0].answer == "outcome of b'a'"  # type: ignore[attr-defined]
+    assert fresh.ranks.dispatch("next", [b"b"])[0].number == 18
+    fresh.ranks.end()
+    with pytest.raises(HandleError):
+        fresh.ranks.repeat(header, [b"a"], None, 4)
+
+
+def test_a_long_wait_is_told_with_those_that_are_waited_for(
+    told: ToldRay, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    group, seconds = ToldGroup(3, told), [0.0, 300.0]
+    monkeypatch.setattr(module, "places_in_code", lambda infos: {info.rank: Place("f (a.py:1)", False) for info in infos})
+    group.ranks.infos = tuple(RankInfo(rank, "node", "10.0.0.1", rank) for rank in range(3))
+    pulse: Any = SimpleNamespace(long_wait=lambda: seconds.pop(0))
+    for _ in range(2):
+        group.ranks._say_long_wait("operation 3 (step)", pulse, [0, 2])
+    (said,) = [record.getMessage() for record in caplog.records]
+    assert said.startswith("training group 'ours': operation 3 (step) has waited ")
+    assert said.endswith("for rank 0, 2; rank 0 is in f (a.py:1); rank 2 is in f (a.py:1)")

@@ -5,12 +5,14 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from actors.train import memory_boundary
+from actors.train import recovery as recovery_module
 from actors.train.group import TrainGroup
 from actors.train.layout import Layout, check_fewest
 from actors.train.recovery import MOST_HOLDS, Recovery, StateNotHeldError
@@ -317,3 +319,59 @@ def test_fewest_ranks_are_those_of_a_layout() -> None:
     assert layout(4, tp=2).describe() == "4 ranks (dp=2, tp=2)" and layout(1).describe() == "1 rank"
     bridge = Layout(RuntimeConfig(backend="bridge", hf_path="m"), 2)
     assert bridge.describe() == "2 ranks of the bridge runtime (dp=2)"
+
+
+def recovery_on(of: Layout, min_ranks: int) -> Any:
+    ranks: Any = None
+    return Recovery(ranks, None, of, min_ranks=min_ranks)
+
+
+@pytest.mark.parametrize(
+    ("of", "min_ranks", "asked", "free", "left"),
+    [
+        (layout(4), 1, {"CPU": 8.0}, {"CPU": 5.9, "GPU": 0.0}, 2),
+        (layout(4), 1, {"CPU": 8.0, "GPU": 4.0}, {"CPU": 100.0, "GPU": 1.5}, 1),
+        (layout(4), 1, {"CPU": 8.0, "GPU": 4.0}, {"CPU": 7.0, "GPU": 100.0}, 3),
+        (layout(4), 2, {"CPU": 8.0}, {"CPU": 3.9}, None),
+        (layout(4), 0, {"CPU": 8.0}, {"CPU": 5.9}, None),
+        (layout(4), 1, {}, {"CPU": 5.9}, None),
+        (layout(4, tp=2), 1, {"CPU": 4.0}, {"CPU": 3.0}, 2),
+    ],
+    ids=range(7),
+)
+def test_a_group_gets_as_small_as_the_scarcest_of_what_is_free(
+    of: Layout, min_ranks: int, asked: dict[str, float], free: dict[str, float], left: int | None
+) -> None:
+    recovery = recovery_on(of, min_ranks)
+    recovery._holds = 3
+    assert recovery._shrink(UnsupportedError("no room", asked=asked, free=free)) is (left is not None)
+    assert not recovery._shrink(UnsupportedError("something else"))
+    if left is None:
+        assert (recovery.layout, recovery.num_layouts, recovery.wanted_ranks) == (of, 0, of.num_ranks)
+    else:
+        assert (recovery.layout.num_ranks, recovery.num_layouts, recovery._holds) == (left, 1, 0)
+        assert recovery.wanted_ranks == of.num_ranks
+
+
+def test_a_group_that_gets_smaller_twice_wants_what_it_had_at_first() -> None:
+    recovery = recovery_on(layout(4), 1)
+    for free, left in ((6.0, 3), (2.0, 1)):
+        number = recovery.layout.num_ranks
+        assert recovery._shrink(UnsupportedError("no room", asked={"CPU": 2.0 * number}, free={"CPU": free}))
+        assert (recovery.layout.num_ranks, recovery.wanted_ranks) == (left, 4)
+    room = recovery._room = Room(3)
+    room.is_there, recovery._off = True, ""
+    assert recovery.has_room
+    recovery._off = "it recovers no more"
+    assert not recovery.has_room
+
+
+def test_a_save_is_written_again_where_it_is_not_there_without_what_dead_ranks_left(tmp_path: Path) -> None:
+    kept: Any = SimpleNamespace(call=b"the save")
+    for name in (".saved.incomplete-1", ".other.incomplete-1"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "rank0").touch()
+    assert recovery_module._call_of_save(kept, tmp_path / "saved") == b"the save"
+    assert [path.name for path in tmp_path.iterdir()] == [".other.incomplete-1"]
+    (tmp_path / "saved").mkdir()
+    assert recovery_module._call_of_save(kept, tmp_path / "saved") == recovery_module._NOTHING

@@ -227,3 +227,10 @@ def test_a_driver_names_its_process(monkeypatch: pytest.MonkeyPatch) -> None:
     first, second = Driver.here(), Driver.here()
     assert first.id != second.id
     assert first.description == f"copy {first.id[:6]} in process {os.getpid()} on a-host (Ray job 07)"
+
+
+def test_ranks_in_the_place_of_others_have_names_of_their_own_and_the_driver_of_those(cluster: Cluster) -> None:
+    driver = Driver("7", "who operates them")
+    ranks = begin(epoch=2, driver=driver)
+    assert [options["name"] for options in cluster.options] == [f"ours-01234567-again2-rank{rank}" for rank in range(3)]
+    assert {arguments[-1] for arguments in cluster.made} == {driver} and ranks.driver is driver

@@ -314,3 +314,25 @@ def test_unknown_tokens_of_a_held_out_set_are_warned_of(kind: str, capsys: pytes
     assert "warning: held-out set hard: 1 of the sampled tokens are ids that the tokenizer has no token for" in warned(
         PADDED[0]
     )
+
+
+def test_a_limit_watches_whichever_of_its_metrics_a_step_has() -> None:
+    for metric in ("rewards_failed", "episodes_failed"):
+        assert told([HEALTHY | {metric: 0.1}], HealthWarnings(None, HealthLimits(failed_rewards=0.4))) == []
+    signs = HealthWarnings(None, HealthLimits(failed_rewards=0.1))
+    warnings = told([HEALTHY | {"rewards_failed": 0.2, "episodes_failed": 0.3}], signs)
+    assert ["20% of the step's rewards" in text for _, text in warnings] == [True, False] and len(warnings) == 2
+    assert "30% of the step's episodes" in warnings[1][1]
+
+
+def test_a_cause_that_ends_for_a_step_begins_again_and_metrics_that_are_missing_for_a_step_end_nothing() -> None:
+    bad, silent = HEALTHY | {"entropy": 0.0}, {name: value for name, value in HEALTHY.items() if name != "entropy"}
+    ((step, _),) = told([bad] * 2 + [silent] * 3 + [bad] * 3)
+    assert step == 2 + 3 + (STEPS - 2)
+
+
+def test_rewards_that_differ_are_no_cause_where_a_loop_logs_nothing_of_advantages() -> None:
+    loop = {name: value for name, value in HEALTHY.items() if name != "zero_advantages"}
+    assert told([loop] * 50) == told([loop | {"equal_groups": 0.9, "zero_advantages": 1.0}] * 50) == []
+    ((_, warning),) = told([loop | {"equal_groups": 1.0}] * 50)
+    assert "all responses to each prompt had equal rewards" in warning

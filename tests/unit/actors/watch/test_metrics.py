@@ -14,6 +14,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from actors.folder.folder import RunFolder
@@ -252,3 +253,32 @@ def test_weights_and_biases_has_a_run_for_each_user_of_a_process(tmp_path: Path,
     while not all(found().values()) and time.monotonic() < until:
         time.sleep(0.1)
     assert found() == {"ann": {b"ann_1"}, "bob": {b"bob_1", b"bob_2"}}
+
+
+@pytest.mark.parametrize("name", ["mlflow"])
+def test_mlflow_goes_on_with_its_run_where_steps_are_taken_again_and_only_there(
+    name: str, service: Service, tmp_path: Path
+) -> None:
+    def started(drop_from: int | None) -> Any:
+        before = len(service.calls)
+        writer = WRITERS[name](WriterFacts(tmp_path, {"steps": 3, "lr": None}, "x", drop_from))
+        writer.close()
+        return service.calls[before]
+
+    assert started(0) == ("start_run", f"id of {tmp_path.name}", None), "there is none to go on with"
+    (known,) = (tmp_path / "mlflow_run_id").read_text().splitlines()
+    (tmp_path / "mlflow_run_id").write_text("another\n")
+    assert started(0) == ("start_run", "another", "another"), "from its first step on"
+    assert started(None) == ("start_run", known, None)
+    assert (tmp_path / "mlflow_run_id").read_text() == f"{known}\n"
+    assert ("log_params", known, {"steps": "3", "lr": "None"}) in service.calls
+
+
+@pytest.mark.parametrize("name", ["wandb", "mlflow", "trackio"])
+def test_metrics_are_plain_numbers_under_names_that_a_service_takes(name: str, service: Service, tmp_path: Path) -> None:
+    writer = WRITERS[name](WriterFacts(tmp_path, {}, "0123456789abcdef", None))
+    writer.write(0, {"eval/a/pass@8": np.float32(0.5), "turns": True, "reward": 2})
+    ((found, step),) = [given for method, _, given in service.calls if method == "log"]
+    passed = "eval/a/pass_at_8" if name == "mlflow" else "eval/a/pass@8"
+    assert (found, step) == ({passed: 0.5, "turns": 1.0, "reward": 2.0}, 0)
+    assert {type(value) for value in found.values()} == {float}

@@ -122,3 +122,39 @@ def test_factors_in_shared_memory_are_read_where_they_lie_and_copied_for_ray(sha
     shared.close()
     with pytest.raises(WeightSyncError, match="does not exist here"):
         factors.tensors(memories)
+
+
+def test_a_factor_is_rounded_once_after_it_is_scaled() -> None:
+    factor, scale = torch.tensor([[0.1, 0.7, 1.3, 2.9, 33.1, 0.013]]), 1.7
+    found = PackedFactors.of({"a": (factor, scale)}, "bfloat16").tensors()["a"]
+    twice = factor.bfloat16() * scale
+    assert torch.equal(found, (factor * scale).bfloat16()) and not torch.equal(found, twice)
+
+
+def test_factors_of_one_adapter_after_the_other_lie_in_the_same_memory() -> None:
+    memory = FactorMemory()
+    first = PackedFactors.pack(
+        {"b": (3,), "a": (1,)}, [("b", torch.ones(3), 1.0), ("a", torch.zeros(1), 1.0)], "float32", memory
+    )
+    digest = first.digest
+    second = PackedFactors.pack({"c": (2,)}, [("c", torch.full((2,), 5.0), 1.0)], "float32", memory)
+    assert second.tensors()["c"].tolist() == [5.0, 5.0] and first.tensors()["a"].tolist() == [5.0]
+    again = PackedFactors.pack(
+        {"a": (1,), "b": (3,)}, [("a", torch.zeros(1), 1.0), ("b", torch.ones(3), 1.0)], "float32", memory
+    )
+    assert again.digest == digest != second.digest and again.values.nbytes == 16
+
+
+def test_segments_are_unmapped_when_another_is_asked_for_after_their_files_are_gone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(segment, "DIRECTORY", tmp_path)
+    one, two, memories = SharedSegment(8), SharedSegment(8), FactorMemories()
+    places = [Segment(str(each.path), 8) for each in (one, two)]
+    first = memories.at(places[0])
+    assert memories.at(places[1]) is not first and memories.at(places[0]) is first
+    one.close()
+    assert memories.at(None) is memories.at(None) and places[0].path in memories._mapped
+    memories.at(places[1])
+    assert list(memories._mapped) == [places[1].path]
+    two.close()

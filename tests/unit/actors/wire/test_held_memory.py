@@ -105,3 +105,40 @@ def test_what_is_dropped_while_it_is_copied_is_not_held_and_spoils_nothing_else(
     other.drop(4, 21)
     os.close(source)
     assert open_files() == before
+
+
+def test_what_was_dropped_once_is_not_held_later_whatever_is_dropped_meanwhile() -> None:
+    before, holder = open_files(), MemoryHolder()
+    source, path = nameless_file(10)
+
+    def keep(model: int, number: int) -> bool:
+        holder.keep(HeldKey(model, 0, number), Written(path, 4, 10))
+        return HeldKey(model, 0, number) in holder._files
+
+    holder.drop(3, 18)
+    holder.drop(3, 16)
+    assert [keep(3, number) for number in (16, 17, 18, 19)] == [False, False, True, True]
+    assert keep(4, 1), "another model's"
+    holder.drop(3, float("inf"))
+    assert not keep(3, 10**9) and holder._files.keys() == {HeldKey(4, 0, 1)}
+    holder.drop(4, 2)
+    os.close(source)
+    assert open_files() == before
+
+
+@pytest.mark.parametrize(("free", "fits"), [(100, True), (99, False)])
+def test_a_copy_takes_memory_only_where_all_of_it_is_free(free: int, fits: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(held_memory, "read_memory", lambda: (1000, free))
+    holder, other, key = MemoryHolder(), MemoryHolder(), HeldKey(1, 0, 1)
+    source, path = nameless_file(100)
+    held: Any = holder.keep(key, Written(path, 50, 100))
+    before = open_files()
+    found: Any = other.pull(key, Handle(holder), held)
+    assert isinstance(found, Written) is fits and open_files() == before + fits
+    if fits:
+        assert os.stat(found.path).st_size == 100 and (found.table, found.end) == (50, 100)
+    else:
+        assert found.startswith("no room there: ")
+    for each in (holder, other):
+        each.drop(1, 2)
+    os.close(source)

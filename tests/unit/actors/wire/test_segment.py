@@ -226,3 +226,24 @@ def test_names_of_shared_memory_go_and_the_memory_stays_until_its_processes_end(
     finally:
         memory.close()
         own.close()
+
+
+def test_a_process_that_is_about_to_end_removes_all_that_is_its_own(folder: Path) -> None:
+    made, reserved = SharedSegment(4), module.owned_name()
+    reserved.touch()
+    others = [folder / name(module._namespace(), os.getpid() + 10**7, "5"), folder / "other"]
+    for each in others:
+        each.touch()
+    assert made.path.parent == reserved.parent == folder and made.path != reserved
+    module.remove_own()
+    assert sorted(folder.iterdir()) == sorted(others)
+    module.remove_own()
+    made.close()
+
+
+def test_a_segment_that_another_process_removes_first_holds_nothing_up(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (folder / "there").touch()
+    monkeypatch.setattr(module, "stale_segments", lambda: [folder / "gone", folder / "there"])
+    assert remove_stale_segments() == [folder / "there"] and list(folder.iterdir()) == []

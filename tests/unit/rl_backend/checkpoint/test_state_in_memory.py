@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import FileStore  # type: ignore[attr-defined] # not in its __all__
+from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
 
 from rl_backend.checkpoint.state_in_memory import StateInMemory, write_state
 from rl_backend.checkpoint.training_state import TensorPieces, read_training_state
@@ -93,3 +94,11 @@ def test_a_rank_that_writes_nothing_has_a_table_alone(group: Any) -> None:
     assert target.tolist() == [0, 1, 2] and state.manifest.extra == {"rank": 0}
     start, end = write_state(copy, manifest_of(), lambda nbytes: torch.empty(nbytes, dtype=torch.uint8))
     assert start == 0 < end
+
+
+def test_what_every_rank_has_is_one_piece_of_the_first_rank_that_wrote_it() -> None:
+    first, second = torch.arange(3.0), torch.arange(3.0) + 10
+    state = written({}, {"bits": first, "step": torch.tensor(4)}, {"bits": second, "step": torch.tensor(4)})
+    told = state.metadata.state_dict_metadata
+    assert isinstance(told["bits"], TensorStorageMetadata) and len(told["bits"].chunks) == 1
+    assert state.piece(MetadataIndex("bits", (0,))).tolist() == first.tolist()

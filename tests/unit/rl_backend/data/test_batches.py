@@ -223,3 +223,11 @@ def test_a_tokenizer_that_cannot_be_used_is_refused(tmp_path: Path) -> None:
     tokenizer.save_pretrained(tmp_path / "endless")
     with pytest.raises(ConfigError, match="its tokenizer has no eos_token; responses would never end; set it in"):
         load_tokenizer(str(tmp_path / "endless"))
+
+
+def test_held_out_rows_are_named_by_their_own_option(tmp_path: Path) -> None:
+    tokenizer, gone = chat_tokenizer(None), tmp_path / "gone.jsonl"
+    for held_out, option in ((True, "eval_dataset"), (False, "dataset")):
+        for load in (load_prompts, lambda *given, **options: load_sft_examples(*given, 9, **options)):
+            with pytest.raises(ConfigError, match=f"^{option}="):
+                load(gone, tokenizer, 5, held_out=held_out)

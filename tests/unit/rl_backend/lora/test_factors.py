@@ -157,3 +157,27 @@ def test_the_stream_of_the_base_is_closed_with_that_of_the_tenant(taken: int) ->
     assert not stream.closed
     merged.close()
     assert stream.closed and stream.taken == taken
+
+
+def test_an_expert_is_merged_with_the_factor_of_all_and_its_own_other() -> None:
+    experts, rank, inputs, width = 3, 2, 4, 5
+    generator = torch.Generator().manual_seed(1)
+    sizes = {
+        ("w3", "A"): (1, rank, inputs),
+        ("w3", "B"): (experts, width, rank),
+        ("w2", "A"): (experts, rank, width),
+        ("w2", "B"): (1, inputs, rank),
+    }
+    given = {key: torch.randn(size, generator=generator) for key, size in sizes.items()}
+    tensors = {part_name(f"l.experts.{stack}", "experts", part): each for (stack, part), each in given.items()}  # type: ignore[arg-type]
+    kinds: dict[str, LoRAKind] = {
+        f"l.experts.{number}.{name}": "experts" for number in range(experts) for name in ("up_proj", "down_proj")
+    }
+    shapes = {"up_proj": (width, inputs), "down_proj": (inputs, width)}
+    weights = {f"{name}.weight": torch.ones(shapes[name.rpartition(".")[2]]) for name in kinds}
+    found = dict(merged_weights(Stream(weights)(), tensors, kinds, 3.0, {}))
+    for number in range(experts):
+        up = given["w3", "B"][number] @ given["w3", "A"][0]
+        down = given["w2", "B"][0] @ given["w2", "A"][number]
+        torch.testing.assert_close(found[f"l.experts.{number}.up_proj.weight"], 1 + 3.0 * up)
+        torch.testing.assert_close(found[f"l.experts.{number}.down_proj.weight"], 1 + 3.0 * down)

@@ -261,3 +261,19 @@ def test_layouts_are_checked_block_by_block_and_experts_need_a_mixture() -> None
 def test_a_bias_of_a_head_that_is_the_embedding_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"DecoderSpec\.head_bias=True: embeddings have none"):
         spec_of(head_bias=True, tie_word_embeddings=True)
+
+
+def test_what_keeps_prefixes_from_being_shared_is_said() -> None:
+    class Alone(GQASpec):
+        @property
+        def shares_prefixes(self) -> bool:
+            return False
+
+    fields: dict[str, Any] = {"num_heads": 2, "num_kv_heads": 1, "head_dim": 4, "rotary": Rotary(4, 10.0)}
+    assert spec_of().why_unshared(None) == spec_of().why_unshared(DecoderOptions()) == ""
+    kinds = [type(name, (Alone,), {}) for name in "DBEAC"]
+    layers = [LayerSpec(mixer, DENSE) for mixer in (ATTENTION, *(kind(**fields) for kind in (*kinds, *kinds)))]
+    assert spec_of(*layers).why_unshared(None) == "A, B, C, D, E"
+    kernel = DecoderOptions(delta_kernel="fla")
+    assert spec_of().why_unshared(kernel) == "model_cfg.delta_kernel='fla'"
+    assert spec_of(*layers).why_unshared(kernel) == "A, B, C, D, E, model_cfg.delta_kernel='fla'"

@@ -274,3 +274,25 @@ def test_biases_of_attention_and_of_dense_blocks_are_apart(qkv: bool, mlp: bool)
     starcoder = parse("starcoder2", use_bias=qkv, sliding_window=7, hidden_act="gelu_new")
     mixer = attention(window=7, qkv_bias=qkv, output_bias=qkv)
     assert starcoder.layers == (LayerSpec(mixer, MLPSpec(19, "gelu_tanh", qkv, MLPNames("c_fc", "c_proj"))),) * 4
+
+
+def test_all_or_some_features_of_minimax_are_rotated() -> None:
+    fields = {"num_local_experts": 10, "num_experts_per_tok": 3}
+    for given, rotated in (({"rotary_dim": 8}, 8), ({"rotary_dim": 2}, 2), ({}, 8)):
+        assert parse("minimax_m2", fields, given).layers[0].mixer.rotary == Rotary(rotated, 77.0)
+
+
+@pytest.mark.parametrize(
+    ("outside", "inside", "tied"),
+    [(None, None, False), (True, None, True), (None, True, True), (False, False, False), (True, True, True)],
+)
+def test_a_released_directory_is_tied_where_either_part_says_so(
+    outside: bool | None, inside: bool | None, tied: bool
+) -> None:
+    text = {**SIZES, **HYBRID, "tie_word_embeddings": inside}
+    whole = {"model_type": "qwen3_5", "text_config": text, "tie_word_embeddings": outside}
+    decoder = find_model("auto", whole).parse_config(whole)
+    assert decoder.tie_word_embeddings is tied and decoder.prefix == "model.language_model"
+    bare = {name: {each: of for each, of in value.items() if of is not None} if name == "text_config" else value
+            for name, value in whole.items() if value is not None}  # fmt: skip
+    assert find_model("auto", bare).parse_config(bare) == decoder

@@ -246,3 +246,10 @@ def test_the_object_that_is_there_is_read_and_equal_ones_are_one() -> None:
 def test_one_is_a_number_of_heads_and_the_smallest_numbers_are_numbers() -> None:
     assert config_of(n=1).positive_int("n") == 1 and config_of().positive_int("n", 1) == 1
     assert config_of(x=5e-324).positive_float("x") == 5e-324
+
+
+def test_yarn_needs_waves_that_grow() -> None:
+    yarn = {"type": "yarn", "factor": 2.0, "attention_factor": 1.0}
+    with pytest.raises(UnsupportedError, match=r"rope_theta=1\.0: yarn needs a number above 1"):
+        rotary(yarn, rope_theta=1.0)
+    assert rotary(yarn, rope_theta=1.5).rotary.theta == 1.5 and rotary(None, rope_theta=1.0).rotary.theta == 1.0

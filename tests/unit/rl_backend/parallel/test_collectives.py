@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -124,3 +125,35 @@ def test_rows_go_to_their_ranks_and_gradients_the_way_back() -> None:
     for rank, (_, output, gradient) in enumerate(found):
         assert torch.equal(output, torch.cat([part[rank] for part in parts]))
         torch.testing.assert_close(gradient, torch.cat([each[rank] for each in back]))
+
+
+OPERATORS: dict[str, Callable[[Tensor, dist.ProcessGroup], Tensor]] = {
+    "gather": lambda x, group: all_gather(x, group, sum_gradients=True),
+    "gather same": lambda x, group: all_gather(x, group, sum_gradients=False),
+    "scatter": reduce_scatter,
+    "sum": all_reduce,
+}
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("how", OPERATORS)
+def test_the_operator_of_compiled_code_is_the_collective_with_its_gradient(
+    monkeypatch: pytest.MonkeyPatch, how: str, ranks: int
+) -> None:
+    by_name: dict[str, dist.ProcessGroup] = {}
+    monkeypatch.setattr(collectives, "_group_named", by_name.__getitem__)
+
+    def operator(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        by_name[f"{how} {group.rank()}"] = group
+        found: Tensor = torch.ops.rl_backend.over_ranks(x, how, f"{how} {group.rank()}")
+        return found
+
+    for mine, other in zip(run(operator, ranks), run(OPERATORS[how], ranks), strict=True):
+        torch.testing.assert_close(mine, other)
+
+
+def test_compiled_code_knows_how_many_rows_a_collective_gives(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(collectives, "_group_named", lambda name: SimpleNamespace(size=lambda: 3))
+    x = torch.empty(6, 2, 5, device="meta")
+    for how, expected in (("gather", 18), ("gather same", 18), ("scatter", 2), ("own", 2), ("sum", 6)):
+        assert torch.ops.rl_backend.over_ranks(x, how, "three").shape == (expected, 2, 5)

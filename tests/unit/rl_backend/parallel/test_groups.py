@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -254,3 +255,19 @@ def test_a_gpu_that_torch_cannot_use_is_not_passed_over(
         ConfigError, match=rf"^device='auto': this machine has {tmp_path}/nvidia[03], which torch .* cannot use"
     ):
         training_device("auto")
+
+
+def test_every_group_waits_for_a_rank_as_long_as_it_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    patience, waits = timedelta(seconds=7), list[Any]()
+    with fake_rank(ParallelConfig(tp=2), 1, 8):
+        for name in ("new_group", "new_subgroups_by_enumeration"):
+            make = getattr(dist, name)
+
+            def noted(*arguments: Any, make: Any = make, **options: Any) -> Any:
+                waits.append(options.get("timeout"))
+                return make(*arguments, **options)
+
+            monkeypatch.setattr(dist, name, noted)
+        groups = open_groups(ParallelConfig(pp=2, tp=2), CPU, patience)
+        close_groups(groups)
+    assert groups.timeout == patience and len(waits) > 3 and set(waits) == {patience}

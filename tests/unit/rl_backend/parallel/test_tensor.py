@@ -12,8 +12,11 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from rl_backend.contracts import ParallelConfig
+from rl_backend.parallel.groups import fake_rank
 from rl_backend.parallel.shards import local_region, local_tensor
-from rl_backend.parallel.tensor import LinearPart, TensorParallel
+from rl_backend.parallel.tensor import LinearPart, TensorParallel, distribute_experts, local_parameters
+from rl_backend.primitive.adapters import AdapterRun, OwnHead
 from rl_backend.primitive.log_prob import next_token_log_probs
 from rl_backend.primitive.norm import RMSNorm
 from tests.support.rank_threads import run_ranks_with_meshes
@@ -184,3 +187,75 @@ def test_what_is_replicated_has_gradients_in_parts_or_whole(partial: bool) -> No
     for rank, (_, gradient, share) in enumerate(found):
         torch.testing.assert_close(gradient, 2 * x.sum(0).expand(2, 3))
         assert share == (rank, 2)
+
+
+def test_rows_of_all_ranks_are_taken_and_give_back_what_every_rank_made_of_them() -> None:
+    x, taken = random(TOKENS, 3), ([5, 0, 2], [2, 2, 4, 1])
+
+    def build(tp: TensorParallel, group: dist.ProcessGroup) -> Any:
+        mine = own_rows(x, group).clone().requires_grad_()
+        found = tp.take_rows(mine, torch.tensor(taken[group.rank()]))
+        (found * (1.0 + group.rank())).sum().backward()
+        return found.detach(), mine.grad
+
+    found = run(2, build)
+    for (rows, _), wanted in zip(found, taken, strict=True):
+        torch.testing.assert_close(rows, x[wanted])
+    counts = torch.stack([torch.bincount(torch.tensor(each), minlength=TOKENS) for each in taken]).double()
+    expected = (counts[0] + 2 * counts[1])[:, None].expand(TOKENS, 3)
+    torch.testing.assert_close(torch.cat([gradient for _, gradient in found]), expected)
+
+
+def test_heads_of_tenants_see_all_tokens_on_every_rank_and_are_trained_by_one() -> None:
+    x, others = random(TOKENS, 3), random(TOKENS, seed=1).float()
+    heads = [(torch.tensor([[1.0, 2.0, 3.0]]), 0.5), (torch.tensor([[-1.0, 0.0, 2.0]]), -2.0)]
+
+    def build(tp: TensorParallel, group: dist.ProcessGroup) -> Any:
+        own = [OwnHead(weight, torch.tensor([bias]), torch.zeros(1, 3), torch.zeros(1)) for weight, bias in heads]
+        mine = own_rows(x, group).float().clone().requires_grad_()
+        runs = [AdapterRun(0, 2, {}, head=own[0]), AdapterRun(3, 6, {}, head=own[1])]
+        values = tp.tenant_heads(mine, others, runs)
+        values.sum().backward()
+        return values.detach(), mine.grad, [(each.grad_weight, each.grad_bias) for each in own]
+
+    found = run(2, build)
+    expected, gradient = others.clone(), torch.zeros(TOKENS, 3)
+    for (weight, bias), part in zip(heads, (slice(0, 2), slice(3, 6)), strict=True):
+        expected[part] = x[part].float() @ weight[0] + bias
+        gradient[part] = weight
+    for rank, (values, _, of_heads) in enumerate(found):
+        torch.testing.assert_close(values, expected)
+        for (of_weight, of_bias), part in zip(of_heads, (slice(0, 2), slice(3, 6)), strict=True):
+            torch.testing.assert_close(of_weight[0], x[part].float().sum(0) * (rank == 0))
+            assert of_bias.item() == (part.stop - part.start) * (rank == 0)
+    torch.testing.assert_close(torch.cat([of_rows for _, of_rows, _ in found]), gradient)
+
+
+@pytest.mark.parametrize(("sizes", "rank", "first", "part", "counted"), [
+    ({"ep": 2}, 0, 0, (0, 6), True),
+    ({"ep": 2}, 1, 2, (0, 6), True),
+    ({"etp": 2}, 0, 0, (0, 3), True),
+    ({"etp": 2}, 1, 0, (3, 6), False),
+    ({"ep": 2, "etp": 2}, 3, 2, (3, 6), False),
+    ({"ep": 2, "etp": 2}, 2, 2, (0, 3), True),
+], ids=str)  # fmt: skip
+def test_what_an_expert_adds_itself_is_in_the_sum_of_its_parts_once(
+    sizes: dict[str, int], rank: int, first: int, part: tuple[int, int], counted: bool
+) -> None:
+    """Of four experts with six features inside; a bias of its outputs is no rank's part."""
+    experts: Any = nn.Module()
+    whole = {"up": torch.arange(4.0 * 6 * 3).view(4, 6, 3), "down": torch.arange(4.0 * 3 * 6).view(4, 3, 6)}
+    whole["bias"] = torch.arange(1.0, 4 * 3 + 1).view(4, 3)
+    for name, value in whole.items():
+        experts.register_parameter(name, nn.Parameter(value))
+    experts.intermediate_dims = {"up": 1, "down": 2, "bias": None}
+    number = 4 // sizes.get("ep", 1)
+    with fake_rank(ParallelConfig(**sizes), rank, sizes.get("ep", 1) * sizes.get("etp", 1)) as groups:
+        distribute_experts(experts, groups.ep_mesh)
+        fill(experts, list(whole.values()))
+        with local_parameters([experts]):
+            mine = {name: value[first : first + number] for name, value in whole.items()}
+            assert torch.equal(experts.up, mine["up"][:, slice(*part)])
+            assert torch.equal(experts.down, mine["down"][:, :, slice(*part)])
+            assert torch.equal(experts.bias, mine["bias"] * counted)
+        assert all(isinstance(parameter, DTensor) for parameter in experts.parameters())

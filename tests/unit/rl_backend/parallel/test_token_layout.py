@@ -8,7 +8,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from rl_backend.parallel.context import TokenLayout, lay_out_tokens
+from rl_backend.parallel.context import TokenLayout, lay_out_tokens, lay_out_tree
+from rl_backend.primitive.prefix_tree import PrefixTree
 
 LAYOUTS = [(cp_size, multiple) for cp_size in (1, 2, 4) for multiple in (1, 2, 4)]
 
@@ -98,3 +99,19 @@ def test_taking_fields_of_tokens_fills_padding() -> None:
     assert layout.take(routes, -1).tolist() == [[0, 1], [2, 3], [-1, -1], [-1, -1], [10, 11], [-1, -1], [-1, -1], [-1, -1]]
     alone = lay_out_tokens([2], cp_size=1, cp_rank=0)
     assert alone.take(torch.tensor([0.5, 1.5]), 1.0).tolist() == [0.5, 1.5]
+
+
+def test_a_tree_is_filled_up_with_rows_that_stand_for_no_token() -> None:
+    # Two sequences of 3 and 4 tokens that begin with the same two.
+    tree = PrefixTree((2, 1, 2), (-1, 0, 0), (1, 2))
+    for multiple, fillers in ((1, 0), (5, 0), (4, 3)):
+        layout = lay_out_tree(tree, multiple=multiple)
+        # A row is taken from the first of the tokens that it stands for.
+        assert layout.index.tolist() == [0, 1, 2, 5, 6, *[-1] * fillers]
+        assert layout.position_ids.tolist() == [0, 1, 2, 2, 3, *range(fillers)]
+        assert layout.places.tolist() == [0, 1, 2, 0, 1, 3, 4] and layout.sequence_rows == (5, 0)
+        found = None if layout.padding is None else layout.padding.tolist()
+        assert found == ([False] * 5 + [True] * 3 if fillers else None)
+        taken = layout.take(torch.arange(7) * 10, -1)
+        assert taken.tolist() == [0, 10, 20, 50, 60, *[-1] * fillers]
+        assert sum(layout.segments.query_lens) == 5 + fillers

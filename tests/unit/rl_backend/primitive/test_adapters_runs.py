@@ -102,3 +102,9 @@ def test_nothing_is_dropped_without_a_draw_or_a_share() -> None:
     assert dropped(x, None, factors(0.5)) is x
     assert dropped(x, 4, factors(0.0)) is x
     assert dropped(x, 0, factors(0.9)) is not x
+
+
+def test_rows_behind_a_run_without_rows_are_nobodys() -> None:
+    runs = [AdapterRun(0, 3, {}, key=0), AdapterRun(3, 3, {}, key=1)]
+    found = [(rows.start, rows.stop, None if run is None else run.key) for rows, run in split_by_adapter(runs, 6)]
+    assert found == [(0, 3, 0), (3, 6, None)]

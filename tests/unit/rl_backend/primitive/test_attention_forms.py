@@ -171,3 +171,23 @@ def test_some_segments_begin_where_those_before_them_end() -> None:
     assert some.cu_queries.tolist() == [0, 70, 71] and some.cu_keys.tolist() == [0, 90, 96]
     # What kernels take.
     assert some.cu_queries.dtype == some.cu_keys.dtype == torch.int32
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_features_need_not_be_next_to_each_other(dtype: torch.dtype) -> None:
+    lengths = Lengths((9, 70), (9, 70))
+    contiguous = [each.detach().to(dtype) for each in draw(4, 2, 8, 8, lengths)]
+    apart = [each.permute(2, 0, 1).contiguous().permute(1, 2, 0).requires_grad_() for each in contiguous]
+    assert all(each.stride(-1) != 1 for each in apart)
+    together = [each.requires_grad_() for each in contiguous]
+    results = []
+    for qkv in (apart, together):
+        out = packed_attention(qkv[0], qkv[1], qkv[2], segments_of(lengths))
+        results.append((out, *torch.autograd.grad(out.float().square().sum(), qkv)))
+    assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))
+
+
+def test_segments_of_a_tree_begin_at_numbers_that_kernels_take() -> None:
+    segments = Segments.of_tree(PrefixTree((2, 3, 1), (-1, 0, 0), (1, 2)))
+    assert segments.cu_queries.tolist() == [0, 2, 5, 6] and segments.cu_keys.tolist() == [0, 2, 7, 10]
+    assert segments.cu_queries.dtype == segments.cu_keys.dtype == torch.int32

@@ -103,3 +103,16 @@ def test_experts_have_groups_of_their_own_or_those_of_the_rest() -> None:
     for experts, expected in ((own, own), (None, dense)):
         found = RowGroups.of(Adaptable({}, {}, {}, expert_groups=experts, **groups), 3)
         assert (found.dense, found.experts, found.dp_size) == (dense, expected, 3)
+
+
+def test_a_head_that_is_the_embedding_comes_last() -> None:
+    groups: dict[str, Any] = dict.fromkeys(("tensor_group", "data_group", "expert_groups", "whole_group"))
+    held = {"lm_head": module("lm_head", (6, 9), kind="head"), "embed": module("embed", (9, 6), kind="embedding")}
+    for weights, order in (
+        (["embed.weight"], ["embed", "lm_head"]),
+        # One of its own is where its weight is.
+        (["lm_head.weight", "embed.weight"], ["lm_head", "embed"]),
+    ):
+        found = Adaptable.of_ranks(held, weights, (), **groups)
+        assert list(found.kinds) == list(found.sizes) == order
+        assert found.kinds["lm_head"] == "head" and found.sizes["lm_head"] == (6, 9)

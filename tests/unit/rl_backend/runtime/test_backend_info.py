@@ -6,16 +6,26 @@ import json
 import logging
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from rl_backend.contracts import HandleError, NativeConfig, OptimizerConfig, RuntimeConfig, UnsupportedError
+from rl_backend.contracts import (
+    HandleError,
+    NativeConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    RuntimeConfig,
+    TensorInfo,
+    UnsupportedError,
+)
 from rl_backend.contracts.lora import PEFT_PREFIX, LoRAConfig
 from rl_backend.data.micro_batches import pack
 from rl_backend.primitive import adapters
+from rl_backend.runtime import backend_info as facts_of_backends
 from rl_backend.runtime.native.engine import NativeEngine, NativeRuntime, native_runtime
 from tests.support.models import write_tiny
 from tests.support.native import VOCAB_SIZE, open_runtime, token_loss
@@ -184,3 +194,39 @@ def test_a_look_at_the_state_changes_nothing(runtime: NativeRuntime) -> None:
     for value in state.exp_avg.values():
         value.fill_(1.0)
     assert all(torch.equal(*pair) for pair in zip(before, rows(tenant), strict=True))
+
+
+@pytest.mark.parametrize("exact", [True, False])
+def test_a_layout_has_each_of_its_sizes_and_a_model_its_own_facts(monkeypatch: pytest.MonkeyPatch, exact: bool) -> None:
+    asked: list[Any] = []
+
+    def rows_are_exact(*given: Any) -> bool:
+        asked.append(given)
+        return exact
+
+    monkeypatch.setattr(facts_of_backends, "rows_are_exact", rows_are_exact)
+    parallel = ParallelConfig(tp=2, pp=3, vpp=4, cp=5, ep=6, etp=7)
+    base: Any = SimpleNamespace(
+        name="base",
+        head="values",
+        hf_config={},
+        groups=SimpleNamespace(world_size=60, dp_size=8, device=torch.device("cpu")),
+        config=SimpleNamespace(backend="bridge", hf_path="there", backend_cfg=SimpleNamespace(parallel=parallel)),
+        weights=[TensorInfo.of("w", (2,), torch.bfloat16), TensorInfo.of("x", (2,), torch.float32)],
+    )
+    tenants: list[Any] = [SimpleNamespace(info=lambda name=name: f"info of {name}") for name in "ba"]
+    info: Any = facts_of_backends.backend_info(base, tenants)
+    assert info.layout == {"world": 60, "dp": 8, "tp": 2, "pp": 3, "vpp": 4, "cp": 5, "ep": 6, "etp": 7}
+    assert (info.runtime, info.base, info.hf_path, info.head, info.model_type) == ("bridge", "base", "there", "values", "")
+    assert info.tenants == ("info of b", "info of a") and info.bit_exact is exact
+    assert asked == [(torch.bfloat16, torch.device("cpu"))]
+
+
+def test_an_optimizer_that_holds_nothing_takes_no_memory() -> None:
+    held = {"model": [torch.zeros(9)], "optimizer": [torch.zeros(3), torch.zeros(2, dtype=torch.bfloat16)]}
+    for parts, size in ((held, 16), ({"model": held["model"]}, 0)):
+        handle: Any = SimpleNamespace(
+            name="one", part_tensors=lambda parts=parts: parts, trainer=SimpleNamespace(num_steps=4)
+        )
+        found = facts_of_backends.optimizer_info(handle)
+        assert (found.name, found.step, found.bytes) == ("one", 4, size)

@@ -11,7 +11,15 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from rl_backend.contracts import CheckpointError, ConfigError, NativeConfig, RuntimeConfig, UnsupportedError
+from rl_backend.contracts import (
+    BACKEND_CONFIGS,
+    BackendConfig,
+    CheckpointError,
+    ConfigError,
+    NativeConfig,
+    RuntimeConfig,
+    UnsupportedError,
+)
 from rl_backend.runtime import registry
 from rl_backend.runtime.registry import check_config, check_weights
 from tests.support.models import write_tiny
@@ -93,3 +101,26 @@ def test_weights_are_checked_by_their_headers_and_a_head_that_should_be_the_embe
     (quantised / "config.json").write_text(json.dumps({**facts, "quantization_config": {"quant_method": "fp8"}}))
     with pytest.raises(UnsupportedError, match="quantization_config"):
         check_weights(runtime_config(quantised))
+
+
+def test_the_check_of_a_runtime_is_that_which_it_was_registered_with(tmp_path: Path) -> None:
+    class Options(BackendConfig):
+        """Of a runtime that is made nowhere."""
+
+    checked: list[Any] = []
+    made: list[Any] = []
+    names = {"checked runtime": checked.append, "unchecked runtime": None}
+    try:
+        for name, check in names.items():
+            registry.register_runtime(name, Options, made.append, check)  # type: ignore[arg-type]
+            config = RuntimeConfig(hf_path=str(tmp_path), backend=name)
+            assert isinstance(config.backend_cfg, Options)
+            check_config(config, 2)
+            assert checked == ([config] if check is not None else checked[:1]) and len(checked) == 1
+            registry.create_runtime(config)
+            assert made[-1] is config
+    finally:
+        for name in names:
+            BACKEND_CONFIGS.remove(name)
+            registry._FACTORIES.remove(name)
+            registry._CHECKS.pop(name, None)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -250,3 +251,33 @@ def test_a_state_that_cannot_be_taken_leaves_nothing_and_a_path_that_exists_is_n
         (1, [0.0, 0.0], {"a": [1, None, {"b": "c"}]}),
     ]
     assert sorted(each.name for each in tmp_path.iterdir()) == ["below", "there"]
+
+
+def test_saves_in_the_background_wait_for_other_ranks_as_long_as_they_are_told(tmp_path: Path, writes: Writes) -> None:
+    def of_rank(group: dist.ProcessGroup) -> list[dict[str, Any]]:
+        asked: list[dict[str, Any]] = []
+        with pytest.MonkeyPatch.context() as patch:
+            opened = dist.new_group
+            patch.setattr(dist, "new_group", lambda **options: asked.append(options) or opened(**options))  # type: ignore[func-returns-value]
+            writer, handle = CheckpointWriter(group, timedelta(seconds=9)), Handle()
+            save(writer, handle, tmp_path / "now", asynchronous=False)
+            assert asked == []
+            for name in ("first", "second"):
+                save(writer, handle, tmp_path / name)
+            writer.close()
+        return asked
+
+    assert run_ranks(of_rank, 1) == [[{"backend": "gloo", "timeout": timedelta(seconds=9)}]]
+
+
+def test_the_end_of_a_handle_waits_for_its_own_save_alone(tmp_path: Path, writes: Writes) -> None:
+    writes.failing[("first", 0)], writes.failing[("second", 0)] = OSError("first"), OSError("second")
+
+    def of_rank(group: dist.ProcessGroup) -> list[str]:
+        writer, first, second, without = CheckpointWriter(group), Handle(), Handle(), Handle()
+        for handle, name in ((first, "first"), (second, "second")):
+            save(writer, handle, tmp_path / name)
+        found = [raised(lambda each=each: writer.finish(each)) for each in (without, second, second)]  # type: ignore[misc]
+        return [*found, raised(writer.close, OSError)]
+
+    assert run_ranks(of_rank, 1) == [["", "OSError: second", "", "first"]]

@@ -272,3 +272,116 @@ def test_what_no_runtime_of_ones_own_offers_names_the_operation_and_its_class(ru
     for name in tenants:
         with pytest.raises(UnsupportedError, match=rf"^the runtime 'native' does not offer {name}; implement it in Bare"):
             getattr(Runtime, name)(bare, *given.get(name, (None,)))
+
+
+def test_a_step_drops_gradients_where_it_is_asked_to_and_whether_it_was_taken_or_not(runtime: StandingRuntime) -> None:
+    handle = runtime.build_model()
+    for answer in (StepResult(True, 1.0, None), StepResult(False, float("nan"), None)):
+        handle.events.clear()
+        handle.answer = answer
+        assert runtime.optimizer_step(handle) is answer and handle.events == [None]
+        adam = AdamParams(lr=0.5)
+        assert runtime.optimizer_step(handle, adam=adam, zero_grad=True) is answer
+        assert handle.events == [None, adam, "drop"]
+    assert handle.weight_version == 9
+
+
+def test_activations_are_recorded_forward_in_evaluation_and_modes_come_back(runtime: StandingRuntime) -> None:
+    handle = runtime.build_model()
+    handle.parts[0].eval()
+    assert runtime.activations(handle, BATCHES) == [{}]
+    assert [part.training for part in handle.parts] == [False, True]
+    (request,) = runtime.engine.passes
+    assert request.data is BATCHES and request.loss_fn is None and request.forward_only and request.adapters is None
+
+
+class Saves:
+    """In the place of a writer: what it was told, in order."""
+
+    def __init__(self, error: Exception | None = None) -> None:
+        self.told: list[Any] = []
+        self.error = error
+
+    def __getattr__(self, name: str) -> Any:
+        def note(*arguments: Any, **options: Any) -> None:
+            self.told.append((name, arguments, options))
+            if name == "close" and self.error is not None:
+                raise self.error
+
+        return note
+
+
+def test_a_loaded_model_has_no_gradients_and_is_known_by_its_checkpoint(runtime: StandingRuntime) -> None:
+    trained, reference = runtime.build_model(), runtime.build_model(forward_only=True)
+    writer: Any = Saves()
+    runtime._writer = writer
+
+    def load(handle: Any, source: Any) -> Any:
+        writer.told.append(("load", source))
+        assert handle.events == [], "dropped once it is loaded"
+        return SimpleNamespace(digest="digest of it", extra={"step": 4})
+
+    runtime.engine.load_training_state = load  # type: ignore[method-assign]
+    for handle in (trained, reference):
+        writer.told.clear()
+        assert runtime.load_checkpoint(handle, "saved") == {"step": 4} and handle.loaded == "digest of it"
+        assert writer.told == [("settle", (), {}), ("wait", (handle,), {}), ("load", Path("saved"))]
+    assert trained.events == ["drop"] and reference.events == []
+
+
+def test_exports_and_saves_ask_the_engine_for_what_was_asked_of_them(runtime: StandingRuntime) -> None:
+    handle, writer, asked = runtime.build_model(), Saves(), list[Any]()
+    runtime._writer = writer  # type: ignore[assignment]
+    for name in ("gather_weights", "gather_gradients", "shards", "parts", "shard_infos", "training_state"):
+        setattr(runtime.engine, name, lambda *arguments, name=name: asked.append((name, *arguments)) or f"{name} of it")
+    runtime.engine.stream = lambda weights: f"stream of {weights}"  # type: ignore[assignment, method-assign, return-value]
+    dtype = torch.bfloat16
+    found: list[Any] = [
+        runtime.export_weights(handle),
+        runtime.export_weights(handle, dtype=dtype, byte_budget=7, names=["plain"]),
+        runtime.export_gradients(handle, names=["exact"]),
+        runtime.export_shards(handle, dtype=dtype),
+        runtime.export_shards(handle, held=True),
+        runtime.shard_infos(handle, dtype=dtype),
+    ]
+    assert found == [
+        *["stream of gather_weights of it"] * 2,
+        "stream of gather_gradients of it",
+        "shards of it",
+        "parts of it",
+        "shard_infos of it",
+    ]
+    assert asked == [
+        ("gather_weights", handle, None, None, None),
+        ("gather_weights", handle, dtype, 7, ["plain"]),
+        ("gather_gradients", handle, ["exact"]),
+        ("shards", handle, dtype),
+        ("parts", handle, None),
+        ("shard_infos", handle, dtype),
+    ]
+    asked.clear()
+    runtime.save_checkpoint(handle, "there", extra={"a": 1}, asynchronous=True)
+    runtime.save_checkpoint(handle, Path("hf"), hf=True)
+    for (name, (of, path, source), options), expected in zip(
+        writer.told,
+        (
+            ("save_training_state", Path("there"), {"asynchronous": True, "extra": {"a": 1}}),
+            ("save_hf", Path("hf"), {"asynchronous": False, "extra": None}),
+        ),
+        strict=True,
+    ):
+        assert (name, path, options) == expected and of is handle
+        source()
+    assert asked == [("training_state", handle), ("gather_weights", handle, None, None, None)]
+
+
+def test_a_close_after_a_failed_save_releases_everything_and_raises_its_error(
+    runtime: StandingRuntime, closed: list[Any]
+) -> None:
+    handle = runtime.build_model()
+    assert runtime._writer._timeout == runtime.engine.groups.timeout
+    runtime._writer = Saves(OSError("disk full"))  # type: ignore[assignment]
+    with pytest.raises(OSError, match="disk full"):
+        runtime.close()
+    assert handle.events == ["release"] and handle.owner is None and closed == [runtime.engine.groups]
+    runtime.close()

@@ -9,7 +9,7 @@ import pytest
 
 from rl_backend.contracts import ConfigError, OptimizerConfig
 from rl_backend.runtime.bridge import installed
-from rl_backend.runtime.optimizer import ParameterSchedule
+from rl_backend.runtime.optimizer import ParameterSchedule, clip_factor, values_of_step
 
 STEPS = 40
 
@@ -124,3 +124,33 @@ def test_without_known_length_the_rate_can_be_constant_or_fall_with_the_root() -
     assert [bounded.step() for _ in range(10)] == pytest.approx([1.0, 0.5**0.5, 3**-0.5, *[0.5] * 7])
     with pytest.raises(ConfigError, match="lr_decay_style='cosine'"):
         OptimizerConfig(lr_decay_style="cosine")
+
+
+def test_values_of_a_step_are_taken_back_after_an_error_too() -> None:
+    before: list[dict[str, Any]] = [
+        {"lr": 0.5, "weight_decay": 0.2, "wd_mult": 1.0, "betas": (0.9, 0.99), "params": ["a"]},
+        {"lr": 0.25, "weight_decay": 0.0, "wd_mult": 0.0, "betas": (0.9, 0.99), "params": ["b"]},
+        {"lr": 0.125, "wd_mult": 0.5, "params": ["c"]},
+    ]
+    groups = [dict(group) for group in before]
+    given = {"lr": 3.0, "weight_decay": 0.7, "clip_grad": 0.1}
+
+    @values_of_step(groups, given)
+    def step() -> None:
+        assert [group["lr"] for group in groups] == [3.0] * 3
+        assert [group.get("weight_decay") for group in groups] == [0.7, 0.0, None]
+        assert not any("clip_grad" in group for group in groups) and groups[0]["betas"] == (0.9, 0.99)
+        raise KeyError
+
+    with pytest.raises(KeyError):
+        step()
+    assert groups == before
+
+
+@pytest.mark.parametrize(
+    ("limit", "norm", "factor"), [(0.0, 9.0, 1.0), (2.0, 1.0, 1.0), (2.0, 8.0, 0.25), (1.0, 0.0, 1.0), (0.5, 1e30, 5e-31)]
+)
+def test_gradients_are_multiplied_by_what_brings_their_norm_down_to_the_limit(
+    limit: float, norm: float, factor: float
+) -> None:
+    assert clip_factor(limit, norm) == pytest.approx(factor, rel=1e-6)

@@ -167,3 +167,22 @@ def test_a_model_that_does_not_give_what_the_meta_asks_for_is_refused() -> None:
         assert str(caught.value) == f"the model returned {missing} of shape None for micro-batch 2; expected {shape}"
     found.add(2, asked, output(2, **top, mask_disagreement=torch.zeros(7)))
     found.add(2, asked, ModelOutput(values=torch.zeros(7)))
+
+
+def test_log_probs_of_several_targets_have_a_column_for_each() -> None:
+    data = replace(DATA[2], token_fields={"target_ids": torch.zeros(7, 3, dtype=torch.int64)})
+    found = results(None, forward_only=True)
+    found.add(2, data, ModelOutput(log_probs=torch.arange(21.0).view(7, 3), values=torch.zeros(7)))
+    parts = found.result({}).output("log_probs")
+    assert [tuple(part.shape) for part in parts] == [(1, 3), (4, 3), (2, 3)] and parts[1][0].tolist() == [3.0, 4.0, 5.0]
+    for shape in ((7,), (7, 2), (7, 1), (3, 7)):
+        with pytest.raises(UnsupportedError, match=r"log_probs of shape \(.*; expected \(7, 3\)$"):
+            found.add(2, data, ModelOutput(log_probs=torch.zeros(shape)))
+
+
+def test_tokens_that_were_computed_are_counted_over_all_micro_batches() -> None:
+    found = results(lambda *_: (torch.ones((), requires_grad=True), {"n": 2}))
+    for index, computed in ((2, 5), (0, 3), (1, 2)):
+        found.add(index, DATA[index], output(index), computed)
+    # Of 3, 3 and 7 tokens.
+    assert found.result({}).metrics == {"tokens_computed": Metric(10, 13), "n": Metric(6.0, 3.0)}

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rl_backend.contracts import BatchError, IndexedLayers, PackedBatch, RoutedLayers
+from rl_backend.runtime import passes
 from rl_backend.runtime.passes import (
     PassRequest,
     check_micro_batches,
@@ -222,3 +223,66 @@ def test_each_rank_has_its_own_problem_or_who_refused_and_the_schedule_is_asked_
         assert first.startswith("rank 1 refused its micro-batches")
         assert found == ["", ""]
     assert len(scheduled) == (4 if replicas == 1 else 6)
+
+
+@pytest.mark.parametrize(
+    ("targets", "wrong"),
+    [
+        ([0, 9], None),
+        ([-100, -100], None),
+        ([[3, 9], [-100, 0]], None),
+        ([0, 10], 10),
+        ([[0, 1], [2, 12]], 12),
+        ([-1, 3], -1),
+        ([[-100, -101], [0, 0]], -101),
+    ],
+    ids=str,
+)
+def test_targets_are_words_of_the_vocabulary_or_none(targets: list[Any], wrong: int | None) -> None:
+    given = batch([1, 2], None, {"target_ids": torch.tensor(targets)})
+    problem = problem_on_rank(handle(), request(GOOD, given))
+    assert (problem is None) is (wrong is None)
+    if problem is not None:
+        assert problem.details == {"micro_batch": 1, "name": "target_ids"}
+        assert str(problem).startswith(f"micro-batch 1 has target_ids {wrong};")
+
+
+@pytest.mark.parametrize(("wanted", "refused"), [(0, False), (10, False), (11, True)])
+def test_no_more_of_the_likeliest_tokens_are_wanted_than_there_are(wanted: int, refused: bool) -> None:
+    problem = problem_on_rank(handle(), request(GOOD, batch([1, 2], meta={"top_log_probs": wanted})))
+    assert (problem is not None) is refused
+    assert problem is None or (problem.details["micro_batch"] == 1 and f"is {wanted};" in str(problem))
+
+
+def test_a_checksum_is_of_targets_too() -> None:
+    def of(*targets: int) -> int:
+        return checksum([batch([1, 2], None, {"target_ids": torch.tensor(targets)})])
+
+    assert of(3, 4) == of(3, 4) and len({of(3, 4), of(4, 3), of(3, -100), checksum([batch([1, 2])])}) == 4
+
+
+def test_tokens_that_sequences_share_count_once_where_a_micro_batch_has_too_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[Any, ...]] = []
+    rows: list[int | None] = []
+
+    def shared(given: PackedBatch, *, replays: bool, owners: Sequence[int]) -> Any:
+        asked.append((given, replays, owners))
+        found = rows.pop(0)
+        return None if found is None else SimpleNamespace(num_rows=found)
+
+    monkeypatch.setattr(passes, "shared_prefixes", shared)
+    first, second = batch([1] * 8, [4, 4]), batch([2] * 7, [4, 3])
+    adapters: Any = SimpleNamespace(sharing=lambda given: ["owners of", given.num_tokens], problem=lambda data: None)
+    sharing = handle(shares_prefixes=True, routed_layers=None)
+    rows[:] = [6, 5]
+    assert problem_on_rank(sharing, request(GOOD, first, second, router_replay="replay")) is None
+    assert asked == [(first, True, ()), (second, True, ())], "not where there are few enough"
+    asked.clear()
+    for found, told in (([6, 7], 7), ([6, None], 7), ([8], 8)):
+        rows[:] = found
+        problem = problem_on_rank(sharing, request(first, second, router_replay="record", adapters=adapters))
+        assert problem is not None and problem.details == {"micro_batch": len(found) - 1, "num_tokens": told}
+    assert asked[:2] == [(first, False, ["owners of", 8]), (second, False, ["owners of", 7])]
+    asked.clear()
+    problem = problem_on_rank(handle(), request(GOOD, first))
+    assert problem is not None and problem.details == {"micro_batch": 1, "num_tokens": 8} and not asked

@@ -86,3 +86,29 @@ def test_a_rank_looks_for_the_stream_of_its_replica_under_the_layout_of_the_save
         assert origins["model.weight"] == "model.weight"
         found.append(origins[f"random.cpu.{rank}"].removeprefix("random.cpu."))
     assert found == expected
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {},
+        {"backend": "native"},
+        {"backend": "native", "backend_cfg": None},
+        {"backend": "native", "backend_cfg": {"parallel": None}},
+        {"backend": "native", "backend_cfg": {"parallel": {"tp": 0}}},
+        {"backend": "native", "backend_cfg": {"parallel": {"rings": 2}}},
+        {"backend_cfg": {"parallel": {"tp": 2}}},
+    ],
+    ids=str,
+)
+def test_a_configuration_without_sizes_of_ours_has_no_layout(config: dict[str, Any]) -> None:
+    assert RankLayout.of(config, 2) is None
+
+
+def test_streams_of_experts_go_on_where_experts_have_as_many_parts() -> None:
+    here = RankLayout("bridge", ParallelConfig(tp=2, ep=2, etp=2), 8)
+    saved = RankLayout("bridge", ParallelConfig(ep=2, etp=2), 4)
+    assert [source_rank(rank, here, saved, "expert_ranks") for rank in range(8)] == [0, 1, 2, 3] * 2
+    for other in ({"ep": 2}, {"etp": 2}, {"ep": 4}, {"ep": 1, "etp": 4}):
+        layout = RankLayout("bridge", ParallelConfig(**other), 4)
+        assert [source_rank(rank, here, layout, "expert_ranks") for rank in range(8)] == [None] * 8

@@ -131,3 +131,52 @@ def test_hooks_are_gone_after_an_error() -> None:
     with pytest.raises(IndexError), record_outputs(model, NAMES, HIDDEN):
         model(torch.tensor([[100]]))
     assert not any(module._forward_hooks for module in model.modules())
+
+
+class Gives(nn.Module):
+    """Gives what it is told, whatever it takes."""
+
+    def __init__(self, output: Any) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(1))
+        self.output = output
+
+    def forward(self, x: Tensor) -> Any:
+        return self.output
+
+
+def test_of_modules_beside_each_other_that_share_a_path_the_first_to_end_counts() -> None:
+    """The name of the second begins that of the first, and it is inside of none."""
+    first, second = torch.ones(2, HIDDEN), torch.zeros(2, HIDDEN)
+    model = nn.ModuleDict({"gate": Gives(second), "gate_up": Gives(first)})
+    names = {f"{name}.weight": ("model.mlp.gate.weight",) for name in ("gate", "gate_up")}
+    with record_outputs(model, names, HIDDEN) as outputs:
+        for name in ("gate_up", "gate", "gate_up"):
+            model[name](first)
+    assert list(outputs) == ["model.mlp.gate"] and torch.equal(outputs["model.mlp.gate"], first)
+
+
+def test_outputs_are_rows_of_hidden_states_alone_or_the_first_of_a_tuple_and_copies() -> None:
+    rows = torch.ones(2, 3, HIDDEN)
+    given: dict[str, Any] = {
+        "rows": rows,
+        "tuple": (2 * rows, None),
+        "list": [rows],
+        "second": (None, rows),
+        "empty": (),
+        "nothing": None,
+        "vector": rows[0, 0],
+        "wide": torch.ones(2, HIDDEN + 1),
+    }
+    model = nn.ModuleDict({f"m_{name}": Gives(output) for name, output in given.items()})
+    names: dict[str, tuple[str, ...]] = {f"m_{name}.weight": (f"model.{name}.weight",) for name in given}
+    # Of a parameter that another rank has.
+    names["elsewhere.weight"] = ("model.elsewhere.weight",)
+    with record_outputs(model, names, HIDDEN) as outputs:
+        for module in model.values():
+            module(rows)
+        rows.zero_()
+    assert {path: output.unique().tolist() for path, output in outputs.items()} == {
+        "model.rows": [1.0],
+        "model.tuple": [2.0],
+    }

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from rl_backend.contracts import PackedWeight, RoutedLayers, TensorInfo, UnsupportedError
+from rl_backend.contracts import BatchError, NativeConfig, PackedWeight, RoutedLayers, TensorInfo, UnsupportedError
 from rl_backend.parallel.shards import ShardLayout
 from rl_backend.runtime.checkpoints import random_state, restore_random_state, training_manifest
 from rl_backend.runtime.guarded import GuardedRuntime
@@ -154,3 +154,71 @@ def test_activations_of_a_model_without_a_hidden_size_are_refused(facts: dict[st
         UnsupportedError, match=r"activations of 'policy': config\.json has hidden_size=.*; it must be a whole"
     ):
         record_activations(native_handle(name="policy", hf_config=facts), request)
+
+
+@pytest.mark.parametrize(
+    ("kinds", "head", "stored", "equal", "refused"),
+    [
+        # peft saves a head that is the embedding by its own name.
+        ({"embed": "embedding", "q": "attention"}, "log_probs", ("embed.weight",), True, ""),
+        ({"embed": "embedding"}, "log_probs", ("embed.weight",), False, "lm_head.weight"),
+        ({"embed": "embedding"}, "values", ("embed.weight",), True, "lm_head.weight"),
+        ({"q": "attention"}, "log_probs", ("embed.weight",), True, "lm_head.weight"),
+        (None, "log_probs", ("embed.weight",), True, "lm_head.weight"),
+        ({"embed": "embedding"}, "log_probs", ("embed.weight", "lm_head.weight"), True, "lm_head.weight"),
+    ],
+    ids=str,
+)
+def test_a_head_that_an_adapter_brings_along_is_compared_with_the_embedding_that_it_is(
+    kinds: dict[str, str] | None, head: str, stored: tuple[str, ...], equal: bool, refused: str
+) -> None:
+    values = {"embed.weight": torch.arange(6.0), "lm_head.weight": torch.zeros(6)}
+    held = {name: values[name] for name in stored}
+    export: Any = SimpleNamespace(
+        export_weights=lambda model, *, names: ((name, held[name]) for name in held if name in names)
+    )
+    model: Any = SimpleNamespace(
+        name="base",
+        head=head,
+        adaptable=None if kinds is None else SimpleNamespace(kinds=kinds),
+        weights=[TensorInfo.of(name, value.shape, value.dtype) for name, value in held.items()],
+    )
+    given = {"lm_head.weight": torch.arange(6.0) + (not equal)}
+    if refused:
+        with pytest.raises(UnsupportedError) as failure:
+            GuardedRuntime._require_same_weights(export, model, given, "there")
+        assert failure.value.details["name"] == refused
+    else:
+        GuardedRuntime._require_same_weights(export, model, given, "there")
+    # What of the two is asked for is asked by the names of the base.
+    both = {**given, "embed.weight": torch.arange(6.0)}
+    found = refused or ("" if equal else "lm_head.weight")
+    if found:
+        with pytest.raises(UnsupportedError) as failure:
+            GuardedRuntime._require_same_weights(export, model, both, "there")
+        assert failure.value.details["name"] == found
+    else:
+        GuardedRuntime._require_same_weights(export, model, both, "there")
+
+
+def test_a_pipeline_says_how_many_micro_batches_it_takes_where_this_rank_has_stages_of_one() -> None:
+    def of(schedule: str, **parallel: int) -> Any:
+        options = NativeConfig(device="cpu", pipeline_schedule=schedule, parallel=parallel)
+        return native_handle(config=SimpleNamespace(options=lambda kind: options), stages={0: "a stage"})
+
+    dualpipev, interleaved, plain = of("dualpipev", pp=2, vpp=2), of("interleaved-1f1b", pp=3, vpp=2), of("auto", pp=2)
+    for handle, taken, refused in (
+        (dualpipev, (4, 5), (1, 3)),
+        (interleaved, (3, 6), (2, 4)),
+        (plain, (1, 3), ()),
+    ):
+        for count in taken:
+            handle.require_schedulable(count, forward_only=False)
+        for count in refused:
+            with pytest.raises(BatchError, match=f"^{count} micro-batches: "):
+                handle.require_schedulable(count, forward_only=False)
+            handle.require_schedulable(count, forward_only=True)
+            handle.stages = {}
+            handle.require_schedulable(count, forward_only=False)
+            handle.stages = {0: "a stage"}
+    of("auto").require_schedulable(1, forward_only=False)

@@ -341,3 +341,47 @@ def test_outputs_are_those_of_a_model_with_the_head() -> None:
     outputs = {"log_probs": 1, "entropy": 2, "values": 3, "routed_experts": 4}
     assert own_outputs(outputs, "log_probs") == {"log_probs": 1, "entropy": 2, "routed_experts": 4}
     assert own_outputs(outputs, "values") == {"values": 3, "routed_experts": 4}
+
+
+def test_what_is_of_words_is_no_output_of_a_tenant_with_values() -> None:
+    names = ("log_probs", "entropy", "top_ids", "top_log_probs", "mask_disagreement", "values", "routed_experts")
+    outputs = {name: number for number, name in enumerate(names)}
+    assert own_outputs(outputs, "values") == {"values": 5, "routed_experts": 6}
+    assert own_outputs(outputs, "log_probs") == {name: outputs[name] for name in names if name != "values"}
+
+
+def test_sequences_of_one_tenant_share_prefixes_unless_it_drops_inputs() -> None:
+    dry, wet, other = tenant(4, "a"), tenant(9, "b", dropout=0.1), tenant(6, "c")
+    tenants = passing(dry, wet, other)
+    owners = [4, 9, -1, 9, 4, 6, -1]
+    found = tenants.sharing(batch(owners, [1] * 7))
+    assert found[0] == found[4] and found[2] == found[6]
+    assert len(set(found)) == 5, "each of the wet one is its own"
+    assert {found[0], found[2], found[5]}.isdisjoint({found[1], found[3]})
+    assert len(set(passing(wet, sole=wet, losses=None).sharing(batch(None, [1, 2, 3])))) == 3
+    assert len(set(passing(dry, sole=dry, losses=None).sharing(batch(None, [1, 2, 3])))) == 1
+
+
+def test_a_critics_loss_is_given_the_values_of_its_own_rows_and_nothing_else() -> None:
+    seen: list[ModelOutput] = []
+
+    def loss(output: ModelOutput, data: PackedBatch, dp_group: Any = None) -> Any:
+        seen.append(output)
+        found = output.values if output.log_probs is None else output.log_probs
+        assert found is not None
+        return (found * data.input_ids).sum(), {}
+
+    actor, critic = tenant(4, "a"), tenant(9, "v", head="values")
+    tenants = passing(actor, critic, losses={"a": loss, "v": loss})
+    data = batch([9, 4, 9], [2, 1, 3])
+    rows = torch.arange(6.0)
+    output = ModelOutput(
+        log_probs=(rows + 10).requires_grad_(), entropy=rows + 20, values=(rows + 30).requires_grad_(), top_ids=rows[:, None]
+    )
+    LossOfTenants(tenants)(output, data)
+    of_critic, of_actor = seen
+    assert of_critic.values is not None and of_critic.values.tolist() == [30.0, 31.0, 33.0, 34.0, 35.0]
+    assert (of_critic.log_probs, of_critic.entropy, of_critic.top_ids) == (None, None, None)
+    assert of_actor.values is None and of_actor.log_probs is not None and of_actor.log_probs.tolist() == [12.0]
+    assert of_actor.entropy is not None and of_actor.entropy.tolist() == [22.0]
+    assert of_actor.top_ids is not None and of_actor.top_ids.tolist() == [[2.0]]

@@ -179,3 +179,31 @@ def test_a_digest_by_rows_covers_every_byte_of_a_strided_tensor(monkeypatch: pyt
                 place.view(torch.int32)[row, column] ^= 1
                 assert tensor_digest(place, threads, by_rows=True) != digest
                 place.view(torch.int32)[row, column] ^= 1
+
+
+@pytest.mark.parametrize("rows", [1, 2, 5])
+def test_a_bad_value_in_any_run_of_rows_is_found(monkeypatch: pytest.MonkeyPatch, rows: int) -> None:
+    monkeypatch.setattr(inspection, "BLOCK_BYTES", rows * 3 * 4)
+    # What lies between the rows is no part of the tensor.
+    whole = torch.full((7, 5), math.inf)
+    place = whole[:, 1:4].zero_()
+    with block_threads(3) as pool:
+        for threads in (None, pool):
+            assert inspect_tensor(place, threads, by_rows=True).finite
+            for row in range(7):
+                place[row, 2] = math.nan
+                assert not inspect_tensor(place, threads, by_rows=True).finite
+                place[row, 2] = 0.0
+
+
+@pytest.mark.parametrize("change", [{"dtype": "int32"}, {"offset": 64}, {"whole": (4, 7)}], ids=str)
+def test_rectangles_cover_a_tensor_in_its_own_dtype_shape_and_place(change: dict[str, Any]) -> None:
+    info = TensorInfo.of("w", (4, 6), torch.float32)
+    halves = [cut((4, 6), (0, 0), (4, 3)), cut((4, 6), (0, 3), (4, 3))]
+    require_covered([info, TensorInfo.of("none", (0, 3), torch.float32)], halves)
+    for number in range(2):
+        wrong = [half.replace(**change) if place == number else half for place, half in enumerate(halves)]
+        with pytest.raises(WeightCheckError, match=r"^w: .*every element once"):
+            require_covered([info], wrong)
+    with pytest.raises(WeightCheckError, match=r"^rectangles of tensors that are not pushed: w$"):
+        require_covered([], halves)

@@ -11,7 +11,7 @@ import torch
 from rl_backend.contracts import TensorInfo, TensorPart, WeightCheckError, WeightManifest
 from rl_backend.contracts.weights import Box
 from rl_backend.weights.staging import check_staged, plan_layout, read_tensor, require_covered, write_tensors
-from rl_backend.weights.tiles import Reads, TileMap, plan_tiles, require_tiles
+from rl_backend.weights.tiles import Reads, TileMap, common_box, is_in, plan_tiles, require_tiles, slices_in
 from tests.unit.rl_backend.weights.test_parts import Model, random_model
 
 
@@ -131,3 +131,28 @@ def test_a_tensor_of_another_shape_than_was_read_is_sent_whole_for_the_engine_to
     (tile,) = plan_tiles([TensorInfo.of("w", (24,), torch.float32)], reads)
     assert (tile.shape, tile.workers) == ((24,), (0, 1))
     assert not plan_tiles([TensorInfo.of("new", (3, 6), torch.float32)], reads)
+
+
+def test_rectangles_that_only_touch_have_nothing_in_common() -> None:
+    box: Box = ((2, 6), (0, 4))
+    assert common_box(box, ((0, 4), (3, 9))) == common_box(((0, 4), (3, 9)), box) == ((2, 4), (3, 4))
+    assert common_box((), ()) == ()
+    for other in (((6, 8), (0, 4)), ((0, 2), (0, 4)), ((2, 6), (4, 5)), ((3, 3), (0, 4))):
+        assert common_box(box, other) is None and common_box(other, box) is None
+    tiles = plan_tiles([TensorInfo.of("w", (8, 4), torch.float32)], [{"w": [((0, 4), (0, 4))]}, {"w": [((4, 8), (0, 4))]}])
+    assert [box for _, box in TileMap(tiles).pieces("w", (4, 1), (2, 3))] == [((4, 6), (1, 4))]
+
+
+def test_a_rectangle_is_in_one_of_as_many_dimensions_that_ends_no_earlier() -> None:
+    box: Box = ((2, 6), (0, 4))
+    assert is_in(box, box) and is_in(((3, 6), (0, 1)), box) and is_in((), ())
+    for other in (((1, 6), (0, 4)), ((2, 7), (0, 4)), ((2, 6), (0, 5)), ((2, 6),)):
+        assert not is_in(other, box)
+    assert not is_in(((2, 6), (0, 4), (0, 1)), box)
+    assert slices_in(((3, 6), (1, 4)), (2, 1)) == (slice(1, 4), slice(0, 3))
+
+
+def test_a_tensor_of_one_number_is_a_tile_of_those_who_read_it() -> None:
+    reads: list[Reads] = [{}, {"scale": [()]}, {"scale": [()]}]
+    (tile,) = plan_tiles([TensorInfo.of("scale", (), torch.float32)], reads)
+    assert (tile.shape, tile.nbytes, tile.workers) == ((), 4, (1, 2))

@@ -223,3 +223,18 @@ def test_vllm_is_told_of_an_adapter_by_its_name_number_and_path() -> None:
     assert lora_request(None) is None
     request = lora_request(CLERK)
     assert (request.lora_name, request.lora_int_id, request.lora_path) == ("clerk@7#2", 2, "memory://clerk@7#2")
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_workers_in_other_processes_are_sent_factors_and_not_the_memory_that_they_are_views_of(
+    monkeypatch: pytest.MonkeyPatch, workers: int
+) -> None:
+    engine = engine_of(monkeypatch, 1)
+    engine._vllm.config = engine._vllm.config.replace(tensor_parallel=workers)
+    tensors = FACTORS.tensors()
+    engine.keep(POET, tensors, FACTORS.digest)
+    ((_, _, _, sent, _),) = engine._vllm.llm.told
+    for name, tensor in tensors.items():
+        assert torch.equal(sent[name], tensor)
+        assert (sent[name].untyped_storage().nbytes() == tensor.nbytes) == (workers > 1)
+        assert (sent[name].data_ptr() == tensor.data_ptr()) == (workers == 1)

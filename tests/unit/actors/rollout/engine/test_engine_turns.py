@@ -11,6 +11,7 @@ import pytest
 from actors.rollout.config import RolloutConfig, SamplingConfig
 from actors.rollout.engine import engine as engine_module
 from actors.rollout.engine.engine import RolloutEngine, TurnQueue
+from actors.rollout.engine.step_loop import Completion
 from actors.rollout.messages import AdapterVersion, Request, Response, VersionSpan
 from rl_backend.contracts import BatchError, RLBackendError, RolloutError, WeightVersionError
 from tests.support.answering import AnsweringStepper, Llm, serve
@@ -208,3 +209,13 @@ def test_answers_are_taken_together_and_at_most_so_many(
     for _ in range(2):  # before the step that answers, and after it
         server._vllm.loop.call(lambda: None)
     assert [len(server.take_turns(0.01)) for _ in range(3)] == [3, 2, 0]
+
+
+def test_a_turn_that_is_given_up_before_its_first_token_has_neither_routes_nor_a_mask(
+    make: Callable[..., RolloutEngine],
+) -> None:
+    server = make(return_routed_experts=True, engine_args={"return_sampling_mask": True})
+    output = SimpleNamespace(token_ids=(), logprobs=None, finish_reason="abort", routed_experts=None, sampling_mask=None)
+    found = server._turns._response(turn(1, [1, 2])[1], Completion(output, 1))
+    assert found == Response([], [], "abort", cached_tokens=1)
+    assert (found.routes, found.sampling_mask, found.engine) == (None, None, 4)

@@ -189,3 +189,16 @@ def test_adapters_that_were_loaded_are_loaded_again_after_an_update(
         EngineDirtyError, match=r"failed after it had begun \(WeightCheckError: engine 2: a@1#1: it was damaged"
     ):
         engine.finish_update(5)
+
+
+def test_an_update_that_is_interrupted_leaves_the_engine_dirty(engine: RolloutEngine) -> None:
+    class Interrupt(BaseException):
+        pass
+
+    def interrupted() -> None:
+        raise Interrupt
+
+    engine.begin_update()
+    with pytest.raises(EngineDirtyError, match=r"failed after it had begun \(Interrupt: \)"):
+        engine._vllm.during_update(interrupted)
+    assert engine._vllm.serving.state == "dirty"

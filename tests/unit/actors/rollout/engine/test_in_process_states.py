@@ -7,8 +7,8 @@ from collections.abc import Callable
 import pytest
 
 from actors.rollout.engine.in_process import ServingState
-from actors.rollout.messages import EngineState
-from rl_backend.contracts import UNVERSIONED, EngineDirtyError, RolloutError
+from actors.rollout.messages import AdapterVersion, EngineState
+from rl_backend.contracts import UNVERSIONED, EngineDirtyError, RolloutError, WeightVersionError
 from tests.support.answering import serve
 
 STEPS: dict[str, tuple[Callable[[ServingState], object], dict[EngineState, EngineState]]] = {
@@ -101,3 +101,28 @@ def test_an_engine_whose_weights_alone_are_awake_takes_an_update_and_sleeps_on()
     serving.sleep()
     with pytest.raises(RolloutError, match="cannot take weights now: it is asleep"):
         serving.pause()
+
+
+def test_every_update_must_be_finished_before_it_is_resumed() -> None:
+    serving = in_state("serving")
+    for version in (8, 9):
+        serving.pause()
+        with pytest.raises(RolloutError, match="a weight update is in progress"):
+            serving.resume()
+        serving.finish(version)
+        serving.pause()  # by another driver
+        with pytest.raises(RolloutError, match="a weight update is in progress"):
+            serving.resume()
+        serving.finish(version)
+        serving.resume()
+        assert (serving.state, serving.version) == ("serving", version)
+
+
+def test_weights_that_were_never_pushed_are_older_than_the_first_version() -> None:
+    serving, adapter = ServingState("engine 2"), AdapterVersion("poet", 0, 1, 8)
+    serving.check_version(None, None)
+    serving.check_version(adapter, 0)
+    with pytest.raises(WeightVersionError, match="engine 2 serves weights of version -1, version 0 is required"):
+        serving.check_version(None, 0)
+    serve(serving, 0)
+    serving.check_version(None, 0)

@@ -17,8 +17,10 @@ from actors.rollout.engine.in_process import VllmInProcess
 from actors.rollout.engine.weights import WeightReceiver
 from actors.wire.segment import Segment, SharedSegment
 from rl_backend.contracts import (
+    RolloutError,
     TensorInfo,
     TensorPart,
+    TensorTile,
     WeightCheckError,
     WeightManifest,
     WeightSyncError,
@@ -277,3 +279,41 @@ def test_only_names_and_versions_are_checked_of_weights_that_are_streamed(engine
     assert told == [{"init_info": {"kind": "nccl"}}] and not engine._staged_in_workers
     with pytest.raises(WeightCheckError, match="weights of version 4 were not verified"):
         engine.load(4)
+
+
+def test_what_loaders_read_is_asked_once_of_all_that_an_engine_may_be_sent(engine: WeightReceiver) -> None:
+    asked: list[Any] = []
+
+    def answer(method: str, args: tuple[Any, ...]) -> list[str]:
+        asked.append((method, *args))
+        return ["of worker 0", "of worker 1"]
+
+    engine._vllm.llm = SimpleNamespace(collective_rpc=answer)
+    engine._vllm.expected = ExpectedWeights({"a": INFOS[0]}, {"b": INFOS[1]})
+    engine._vllm.serving.sleep()
+    with pytest.raises(RolloutError, match="engine 0 cannot take weights now: it is asleep"):
+        engine.weight_reads()
+    engine._vllm.serving.wake("all")
+    for _ in range(2):
+        assert engine.weight_reads() == ("of worker 0", "of worker 1")  # type: ignore[comparison-overlap]
+    assert asked == [("weight_reads", list(INFOS))]
+
+
+@pytest.mark.parametrize("tiled", [True, False])
+def test_workers_are_told_of_tiles_or_of_whole_tensors_and_never_of_what_ranks_sent(
+    engine: WeightReceiver, tiled: bool
+) -> None:
+    box = ((0, 1), (0, 3))
+    tile = TensorTile.cut(INFOS[0], box, (0,)).replace(offset=0)
+    part = TensorPart.of("a", (1, 3), torch.float32, whole=(2, 3), start=(0, 0), rank=1).replace(offset=0)
+    tensors = plan_layout(INFOS)[0]
+    engine._verified = WeightManifest(version=2, tensors=tensors, parts=(part,), tiles=(tile,) if tiled else ())
+    told: list[WeightManifest] = []
+
+    def update(message: dict[str, Any]) -> None:
+        told.append(WeightManifest.model_validate_json(message["update_info"]["manifest"]))
+
+    engine._vllm.llm.update_weights = update
+    engine.load(2)
+    (found,) = told
+    assert (found.tensors, found.tiles, found.parts) == (((), (tile,), ()) if tiled else (tensors, (), ()))

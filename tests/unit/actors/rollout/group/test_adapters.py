@@ -18,6 +18,7 @@ from actors.rollout.messages import AdapterVersion, PushedAdapter
 from actors.wire.factors import PackedFactors, SharedFactors
 from actors.wire.segment import Segment, SharedSegment, host_identity
 from rl_backend.contracts import BatchError, RolloutError, WeightVersionError
+from tests.support.actors_in_process import Actor, use
 
 CLERK = AdapterVersion("clerk", 7, 2, 4)
 FACTORS = PackedFactors.of({"a": (torch.ones(2, 3), 1.0), "b": (torch.ones(3, 2), 2.0)}, "float32")
@@ -242,3 +243,21 @@ def test_turns_sample_with_the_version_that_is_served() -> None:
     assert group.version_of("poet") is poet
     with pytest.raises(RolloutError, match="adapter='clerk' has not been pushed to these engines; there are poet"):
         group.version_of("clerk")
+
+
+def test_engines_that_join_get_every_tenant_that_is_served(monkeypatch: pytest.MonkeyPatch) -> None:
+    use(monkeypatch, "actors.rollout.group.calls")
+    group, poet = tenants(), version("poet", 1)
+    group.bring({3: (nobody := Actor("3"))}, {})
+    assert not nobody.asked
+    for adapter in (poet, CLERK, version("poet", 3, of_tenant=2)):
+        group.switch(PushedAdapter(adapter, FACTORS, f"digest {adapter.number}"))
+    actors = {0: Actor("0"), 4: Actor("4")}
+    infos: dict[int, Any] = {engine: SimpleNamespace(host="elsewhere") for engine in actors}
+    group.bring(actors, infos)
+    for actor in actors.values():
+        sent = [(adapter.name, digest) for _, adapter, _, digest in actor.asked]
+        assert sent == [("poet@2#3", "digest 3"), ("clerk@7#2", "digest 2")]
+    actors[4].answers["push_adapter"] = RolloutError("engine 4 cannot")
+    with pytest.raises(RolloutError, match="engine 4 cannot"):
+        group.bring(actors, infos)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from concurrent.futures import Future
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
-from ray.exceptions import ActorDiedError, ObjectLostError, RayTaskError
+from ray.exceptions import ActorDiedError, ObjectLostError, OutOfMemoryError, RayTaskError
 
 from actors.rollout.group import calls as calls_module
 from actors.rollout.group.calls import PendingSamples, collect, outcome_of
@@ -160,3 +161,39 @@ def test_each_prompt_is_told_of_once_when_all_its_samples_are_there_or_have_fail
     assert len(told) == 2
     pending.answers[5].cancel()
     assert len(told) == 3
+
+
+def test_a_sample_ends_with_a_stop_or_with_a_length_whatever_else_ended_it() -> None:
+    pending = Pending()
+    reasons: list[Any] = ["length", "abort", "stop", "length", "stop", "abort"]
+    pending.answer(range(6), *(replace(response(number), finish_reason=reason) for number, reason in enumerate(reasons)))
+    found = [sample.finish_reason for sample in pending.samples.result()]
+    assert found == ["length", "length", "stop", "length", "stop", "length"]
+
+
+def test_a_sample_has_the_version_of_each_of_its_tokens() -> None:
+    pending = Pending()
+    spans = (VersionSpan(3, 2), VersionSpan(5, 1), VersionSpan(3, 1))
+    pending.answer(range(6), *(replace(response(*range(4)), spans=spans) for _ in range(6)))
+    assert [sample.weight_versions for sample in pending.samples.result()] == [[3, 3, 5, 3]] * 6
+
+
+def test_nothing_is_waited_for_where_nothing_was_asked() -> None:
+    told: list[str] = []
+    empty = PendingSamples([], [])
+    empty.when_answered(lambda: told.append("prompt"))
+    assert empty.done() and empty.result(0.0) == [] and not told
+
+
+@pytest.mark.usefixtures("ray")
+def test_the_reason_of_a_death_is_the_line_that_says_it() -> None:
+    made = RayTaskError("__init__", "Traceback\n  line\nConfigError: no such model", ValueError("x"))
+    in_init = outcome_of(Call(ActorDiedError(made)), "engine 3")
+    assert str(in_init).startswith("engine 3 is dead: its process ended (") and "no such model" in str(in_init)
+    assert "creation task" not in str(in_init)
+    plain = ActorDiedError()
+    plain.error_msg = "The actor died unexpectedly.\n\tclass_name: RolloutEngine"
+    assert "(The actor died unexpectedly.); restart it" in str(outcome_of(Call(plain), "engine 3"))
+    killed = outcome_of(Call(OutOfMemoryError("low")), "engine 3")
+    assert isinstance(killed, EngineDeadError) and "ran out of memory, and Ray killed it" in str(killed)
+    assert killed.details == {"engine": "engine 3"} and "OutOfMemoryError" not in str(killed)

@@ -156,3 +156,40 @@ def test_errors_of_several_engines_are_one_of_the_first_ones_type_with_the_text_
     with pytest.raises(WeightCheckError, match="damaged; engine 1 died") as both:
         raise_failures({0: WeightCheckError("damaged", names=["a"]), 2: None, 1: only})
     assert both.value.details == {"names": ["a"]}
+
+
+def test_the_first_death_of_an_engine_is_kept_and_takes_the_place_of_dirt() -> None:
+    made, later = Set(), EngineDeadError("it died again")
+    for error, kept in ((DIRTY, DIRTY), (EngineDirtyError("dirtier"), None), (DEAD, DEAD), (later, DEAD), (DIRTY, DEAD)):
+        made.engines._lose(2, made.actors[2], error)
+        expected = error if kept is None else kept
+        assert made.engines.lost_engines == made.origin.lost_engines == {2: expected}
+
+
+def test_what_a_process_says_that_was_replaced_is_of_no_concern_to_the_engine(ray: RayInProcess) -> None:
+    made, new = Set(), Actor("new")
+    made.origin.add({2: new}, {})
+    made.origin.note(2, DEAD, made.actors[2])
+    assert not made.origin.lost_engines and ray.killed == ["actor 2"], "the process that said it is ended"
+    made.engines.note(2, DIRTY)
+    assert made.engines.engines == (0, 5) and made.origin.engines == (0, 2, 5) and not made.told
+    made.origin.note(2, DIRTY)
+    assert made.origin.lost_engines == {2: DIRTY}
+    assert made.origin.remove(2, DEAD) is new and made.origin.lost_engines == {2: DEAD} and made.origin.remove(2) is None
+    made.origin.add({2: new}, {}, lack_weights=True)
+    assert not made.origin.lost_engines and made.origin.engines == (0, 5)
+    assert list(made.origin.living(pushable=True)) == [0, 2, 5]
+    made.origin.add({2: new}, {})
+    assert made.origin.engines == (0, 2, 5)
+
+
+def test_a_push_waits_for_an_engine_as_long_as_one_comes() -> None:
+    made = Set({2: DIRTY, 0: DEAD, 5: DEAD}).origin
+    mine = EngineDeadError("mine")
+    with pytest.raises(EngineDeadError, match="mine"):
+        made.wait_for_engine(mine)
+    made.heals = True
+    made.give_up(RolloutError("too often"))
+    with pytest.raises(RolloutError, match="too often"):
+        made.wait_for_engine(mine)
+    assert Set().origin.comes(0.0) is False, "one is here"

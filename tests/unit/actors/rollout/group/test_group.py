@@ -434,3 +434,47 @@ def test_a_fixed_set_stays_with_the_processes_of_its_time(cluster: Cluster) -> N
     with fixed.updating():
         assert group.engine_set.lock.locked() and group.engine_set.changing.locked()
     group.close()
+
+
+def test_a_group_takes_no_strategy_beside_those_of_its_engines(cluster: Cluster) -> None:
+    with pytest.raises(ConfigError, match="scheduling=4: expected one strategy for each of 3 engines"):
+        RolloutGroup(config(), scheduling=["a", "b", "c", "d"])
+    assert not cluster.made
+
+
+def test_a_group_that_is_closed_ends_engines_that_are_starting_and_starts_none_in_place_of_the_lost(
+    cluster: Cluster,
+) -> None:
+    made, killed, known = list[RolloutGroup](), list[str](), threading.Event()
+
+    def start(place: NodePlace) -> EngineInfo:
+        assert known.wait(10)
+        made[0]._end_all()
+        killed.extend(cluster.ray.killed)
+        return info(2, 2)
+
+    cluster.answers[2]["start"] = start
+    made.append(RolloutGroup(config(), wait=False))
+    known.set()
+    with pytest.raises(RolloutError, match="the rollout group was closed while engine 0, engine 1, engine 2 started"):
+        made[0].join()
+    assert sorted(killed) == sorted(actor.name for _, actor in cluster.made) and len(killed) == 3
+    cluster.answers[2].clear()
+    group = RolloutGroup(config())
+    group.engine_set.note(2, EngineDeadError("killed"))
+    group.close()
+    group._replace(2, lost_only=True)
+    assert len(cluster.made) == 6
+
+
+def test_engines_are_started_for_a_push_where_all_that_slept_are_lost(cluster: Cluster) -> None:
+    with RolloutGroup(config(sleep_mode=True)) as group:
+        group.sleep(2)
+        group.engine_set.heals = True
+        for engine in (0, 1, 2):
+            assert group._asleep is not None
+            group.wake_up("weights")
+            group.engine_set.note(engine, EngineDeadError("killed"))
+        assert group._asleep is not None
+        group.wake_up("weights")
+        assert group._asleep is None and not group._restarting[1].locked()

@@ -138,3 +138,66 @@ def test_a_run_counts_its_engines_events_and_says_each_in_a_line(capsys: pytest.
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 2 and all(line.startswith(each) for line, each in zip(lines, said, strict=True))
     assert len(group.healing.listeners) == 1
+
+
+def test_every_engine_has_restarts_of_its_own() -> None:
+    group = Group([None] * 4, limit=2)
+    for engine in (1, 0, 1, 0):
+        group.lose(DEAD, engine)
+        until(lambda: not group.healing._busy)
+    assert group.set.given_up is None and group.set.engines == (0, 1)
+    assert [event.engine for event in group.events] == [1, 1, 0, 0, 1, 1, 0, 0]
+    assert group.waited == [2.0, 2.0]
+
+
+def test_the_wait_before_a_restart_doubles_up_to_a_minute() -> None:
+    group = Group([RolloutError("no memory")] * 8 + [None], limit=9)
+    group.lose(DEAD)
+    until(lambda: not group.healing._busy)
+    assert group.waited == [2.0, 4.0, 8.0, 16.0, 32.0, 60.0, 60.0, 60.0]
+    assert [(event.kind, event.reason) for event in group.events] == [
+        ("died", "engine 1 is dead: killed"),
+        ("replaced", "engine 1 is dead: killed"),
+    ]
+
+
+@pytest.mark.parametrize(("passed", "replaced"), [(3599, 1), (3601, 2)])
+def test_restarts_of_the_last_hour_count(monkeypatch: pytest.MonkeyPatch, passed: int, replaced: int) -> None:
+    group, now = Group([None] * 2, limit=1), [50.0]
+    monkeypatch.setattr(healing_module, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    group.lose(DEAD)
+    until(lambda: not group.healing._busy)
+    now[0] += passed
+    group.lose(HUNG)
+    until(lambda: group.set.given_up is not None or not group.healing._busy)
+    assert group.replaced == replaced and (group.set.given_up is None) == (replaced == 2)
+
+
+def test_an_engine_that_is_given_up_is_so_for_its_last_error() -> None:
+    group = Group([RolloutError("no memory"), RolloutError("no model; restart it")], limit=2)
+    group.lose(DEAD)
+    until(lambda: group.set.given_up is not None)
+    assert str(group.set.given_up).endswith("and is lost again: no model")
+    assert group.set.given_up is not None and group.set.given_up.details == {"engine": "engine 1", "max_restarts": 2}
+    group.healing.look()
+    assert group.kinds() == ["died"] and group.replaced == 2
+
+
+def test_an_engine_that_answers_no_request_in_time_hangs() -> None:
+    group = Group([], limit=0)
+    group.lose(EngineDeadError("engine 1 has answered no request", sampling_timeout=60.0))
+    group.lose(EngineDeadError("engine 0 is dead", hung=False), 0)
+    assert group.kinds() == ["hung", "died"]
+
+
+def test_events_of_one_kind_add_up_and_without_restarts_the_others_go_on(capsys: pytest.CaptureFixture[str]) -> None:
+    group: Any = Group([], limit=0)
+    with EngineEvents(group) as events:
+        heard = group.healing.listeners[-1]
+        for engine, seconds in ((0, 2.5), (1, 1.25)):
+            heard(EngineEvent(engine, "died", f"engine {engine} is dead"))
+            heard(EngineEvent(engine, "replaced", "killed", seconds))
+        assert events.take() == {"engines/died": 2, "engines/replaced": 2, "engines/seconds_lost": 3.75}
+        heard(EngineEvent(1, "dirty", "engine 1 is dirty"))
+        assert events.take() == {"engines/dirty": 1}
+    assert "warning: engine 0 is dead; the others go on\n" in capsys.readouterr().out

@@ -21,7 +21,7 @@ from actors.rollout.group.heartbeats import LATE_BEATS, Heartbeats, ending_stopp
 from actors.rollout.messages import STOPPED_LOOKS
 from actors.wire.segment import host_identity
 from rl_backend.contracts import EngineDeadError, EngineDirtyError
-from tests.support.actors_in_process import Actor, RayInProcess, until, use
+from tests.support.actors_in_process import Actor, Call, RayInProcess, until, use
 
 
 @pytest.fixture
@@ -151,3 +151,55 @@ def test_a_process_that_is_stopped_later_is_not(child: Process, monkeypatch: pyt
     os.kill(child.pid, signal.SIGSTOP)
     time.sleep(0.15)
     assert child.is_stopped
+
+
+class Elsewhere:
+    """Another node: the tasks that look at a process there, or end it."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.looks: list[Call] = []
+        self.asked: list[tuple[Any, ...]] = []
+        monkeypatch.setattr(module, "call_on_node", self._call)
+
+    def _call(self, node_id: str, function: Any, process: Process) -> Call:
+        self.asked.append((node_id, function.__name__, process))
+        self.looks.append(Call(done=False))
+        return self.looks[-1]
+
+
+@pytest.mark.parametrize("answer", [False, ActorDiedError()], ids=["runs", "no answer"])
+def test_a_process_of_another_node_is_looked_at_there_and_ended_there(
+    ray: RayInProcess, monkeypatch: pytest.MonkeyPatch, answer: Any
+) -> None:
+    elsewhere, process = Elsewhere(monkeypatch), Process(4711, "99")
+    engines = Engines(process)
+    info: Any = engines.set.infos[1]
+    info.host, info.node_id = "another host", "node b"
+    engines.actors[1].silent.add("pulse")
+    assert not engines.beat(LATE_BEATS) and not elsewhere.asked
+    assert not engines.beat(3)
+    look = ("node b", "remains_stopped", process)
+    assert elsewhere.asked == [look], "one look at a time"
+    for number in range(STOPPED_LOOKS + 1):
+        elsewhere.looks[-1].answer(answer)
+        assert not engines.beat(2), "it runs, or nobody knows: it is looked at again"
+        assert elsewhere.asked == [look] * (number + 2)
+    elsewhere.looks[-1].answer(True)
+    lost = engines.beat(1)
+    assert f"its process {process.pid} has been stopped" in str(lost[1]) and ray.killed == ["actor 1"]
+    assert elsewhere.asked[-1] == ("node b", "kill", process)
+
+
+def test_each_of_several_processes_that_start_is_watched(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "BEAT_SECONDS", 0.02)
+    children = [subprocess.Popen(["sleep", "60"]) for _ in range(2)]
+    try:
+        processes = [Process.of(child.pid) for child in children]
+        with ending_stopped(processes):
+            os.kill(processes[1].pid, signal.SIGSTOP)
+            until(lambda: processes[1].has_ended)
+        assert not processes[0].has_ended
+    finally:
+        for child in children:
+            child.kill()
+            child.wait()

@@ -525,3 +525,29 @@ def test_a_turn_may_take_as_long_as_the_group_says(make: Callable[..., Group]) -
     group.ask(1)
     group.has(e0=[1])
     assert group.turns._turns[0]._limit == 77.0
+
+
+def test_turns_of_every_engine_are_given_up_and_end_together(make: Callable[..., Group]) -> None:
+    group = make()
+    futures = group.ask(1, 2, 3, 5, waits=True)
+    group.has(e0=[1, 5], e1=[2], e4=[3])
+    group.turns.give_up()
+    given_up = {
+        number: [args for name, *args in engine.asked if name == "give_up_turns"] for number, engine in group.made.items()
+    }
+    assert given_up == {0: [[[0, 1]]], 1: [[[0]]], 4: [[[0]]]}
+    closed = RolloutError("the rollout group is closed")
+    group.turns.end(closed)
+    assert [each.exception(5) for each in futures] == [closed] * 4
+
+
+def test_how_much_an_engine_has_to_answer_is_exported(made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[tuple[Any, ...]] = []
+    monkeypatch.setattr("actors.cluster.prometheus.set_gauge", lambda name, value, **tags: told.append((name, value, tags)))
+    first, second = made.ask(), made.ask()
+    made.answer((1, answer(1)))
+    assert second.result(5)
+    made.answer((0, answer(2)))
+    assert first.result(5)
+    until(lambda: len(told) == 4)
+    assert told == [("rl_backend_rollout_queue", left, {"engine": "1"}) for left in (1, 2, 1, 0)]

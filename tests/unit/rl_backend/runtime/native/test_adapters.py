@@ -9,9 +9,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from rl_backend.contracts import ModelOptions
+from rl_backend.model.options import DecoderOptions
 from rl_backend.primitive.adapters import AdapterRun, Factors, adapters_at_work
-from rl_backend.runtime.adaptable import Adaptable
-from rl_backend.runtime.native.adapters import _forward, adaptable_modules
+from rl_backend.runtime.adaptable import COUPLES, TRAINS_BASE, Adaptable
+from rl_backend.runtime.native.adapters import _forward, _refused_by, adaptable_modules
 
 NAME, ROWS, INPUTS, OUTPUTS = "model.layers.0.mlp.shared_expert_gate", 24, 6, 4
 
@@ -72,3 +74,56 @@ def test_gradients_of_experts_are_added_up_over_the_ranks_that_share_an_expert(
     assert found["tensor_group"].name == "tp_group" and found["data_group"].name == "all other tokens"
     # Experts of one replica are on its own ranks, if these are as many.
     assert found["whole_group"].name == "replica_group"
+
+
+@pytest.mark.parametrize(
+    ("tokens", "experts", "whole"),
+    [(4, 2, "replica_group"), (4, 8, "world_group"), (2, 4, "world_group"), (6, 4, "world_group")],
+)
+def test_experts_of_several_replicas_are_together_on_all_ranks_alone(
+    monkeypatch: pytest.MonkeyPatch, tokens: int, experts: int, whole: str
+) -> None:
+    found: dict[str, Any] = {}
+    monkeypatch.setattr(Adaptable, "of_ranks", lambda held, weights, over, **groups: found.update(groups, over=over))
+
+    def named(name: str, size: int = 1) -> Any:
+        return SimpleNamespace(name=name, size=lambda: size)
+
+    mesh = SimpleNamespace(get_group=lambda *_: named("mesh"))
+    groups: Any = SimpleNamespace(
+        parallel=SimpleNamespace(etp=1),
+        **dict.fromkeys(("ep_mesh", "fsdp_mesh", "edp_mesh"), mesh),
+        token_group=named("tokens", tokens),
+        expert_group=named("experts", experts),
+        **{name: named(name) for name in ("tp_group", "pp_group", "replica_group", "world_group")},
+    )
+    adaptable_modules({}, {}, groups, None, hidden_size=8)
+    assert found["whole_group"].name == whole
+    assert [each.name for each in found["over"]] == ["experts", "pp_group"]
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("router_aux_loss_coef", 0.1),
+        ("router_z_loss_coef", 0.1),
+        ("router_sequence_loss_coef", 0.1),
+        ("mtp", "detached"),
+        ("mtp", "joint"),
+        ("indexer", "warm_up"),
+        ("indexer", "sparse"),
+        ("expert_bias_rate", 0.1),
+    ],
+)
+def test_each_option_that_couples_tenants_or_trains_their_base_is_refused(field: str, value: Any) -> None:
+    harmless: dict[str, Any] = {
+        "freeze_router": True,
+        "mtp_loss_weight": 0.5,
+        "indexer_loss_weight": 0.5,
+        "delta_kernel": "fla",
+    }
+    assert _refused_by(None) == _refused_by(DecoderOptions()) == _refused_by(DecoderOptions(**harmless)) == ""
+    assert _refused_by(ModelOptions()) == "", "of a family outside"
+    refused = _refused_by(DecoderOptions(**{**harmless, field: value}))
+    why = TRAINS_BASE if field in ("indexer", "expert_bias_rate") else COUPLES
+    assert refused == f"NativeConfig.model_cfg.{field}={value!r}: {why}"

@@ -10,8 +10,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rl_backend.contracts import ModelOutput, PackedBatch, RoutedLayers
+from rl_backend.primitive.adapters import AdapterRun
 from rl_backend.primitive.prefix_tree import PrefixTree
-from rl_backend.runtime.native.forward_backward import RankBatch, lay_out
+from rl_backend.runtime.native.forward_backward import RankBatch, _at_predictions, lay_out
 from tests.support.rank_threads import run_ranks
 
 KEYS = torch.tensor([[[0]], [[1]], [[0]], [[0]], [[1]], [[2]]])
@@ -123,3 +124,38 @@ def test_outputs_of_ranks_are_those_of_the_batch_in_its_order() -> None:
         assert output.log_probs is not None and output.values is not None and output.entropy is None
         assert output.log_probs.tolist() == [0.5, 1.5, 2.5, 3.5, 4.5, 5.5]
         assert output.values.tolist() == [1.0, 3.0, 5.0, 7.0, 9.0, 11.0]
+
+
+def test_words_that_tokens_were_sampled_from_are_those_of_a_ranks_own_tokens() -> None:
+    mask = torch.tensor([[1, 2], [3, -1], [4, 5], [6, 7], [8, -1], [9, 10]])
+    data = PackedBatch(torch.arange(10, 16), torch.tensor([2, 1, 3]), {"sampling_mask": mask}, {}, {"top_k": 2})
+    whole = lay_out(data, groups_of(), 1).inputs
+    assert whole.cuts is not None and whole.cuts.mask is mask and whole.cuts.top_k == 2
+    cuts = lay_out(data, groups_of(cp=2, rank=1), 1).inputs.cuts
+    # The second of two ranks has the second and third quarter of each sequence, padded to a multiple of four.
+    assert cuts is not None and cuts.mask is not None and cuts.top_k == 2
+    assert cuts.mask.tolist() == [[3, -1], [-1, -1], [-1, -1], [-1, -1], [8, -1], [9, 10]]
+    unmasked = PackedBatch(data.input_ids, data.seq_lens, {}, {}, {"top_p": 0.5})
+    cuts = lay_out(unmasked, groups_of(cp=2, rank=1), 1).inputs.cuts
+    assert cuts is not None and (cuts.mask, cuts.top_p) == (None, 0.5)
+
+
+def test_a_stage_without_the_head_makes_no_predictions_of_a_tree() -> None:
+    data = PackedBatch(torch.tensor([7, 8, 1, 7, 8, 2]), torch.tensor([3, 3]))
+    tree = PrefixTree((2, 1, 1), (-1, 0, 0), (1, 2))
+    last, before = (lay_out(data, groups_of(), 1, tree=tree, predicts=predicts) for predicts in (True, False))
+    # The second row predicts two different tokens.
+    assert last.inputs.of_rows is not None and last.inputs.of_rows.tolist() == [0, 1, 1, 2, 3]
+    assert last.of_tokens is not None and last.inputs.labels[last.of_tokens].tolist() == data.labels.tolist()
+    assert before.inputs.of_rows is None and before.of_tokens is None and before.inputs.head_adapters is None
+    for found in (last, before):
+        assert found.inputs.input_ids.tolist() == [7, 8, 1, 2] and found.computed == 4
+    assert lay_out(data, groups_of(), 1).computed == 6
+
+
+def test_adapters_work_on_the_predictions_of_their_own_rows() -> None:
+    runs = [AdapterRun(0, 2, {}, key=4), AdapterRun(2, 2, {}, key=5), AdapterRun(3, 6, {}, key=6)]
+    # Rows 1 and 4 predict twice, and row 2 is nobody's.
+    found = _at_predictions(runs, torch.tensor([0, 1, 1, 2, 3, 4, 4, 5]))
+    assert [(run.key, run.start, run.stop) for run in found] == [(4, 0, 3), (5, 3, 3), (6, 4, 8)]
+    assert _at_predictions([], torch.tensor([0, 1])) == ()

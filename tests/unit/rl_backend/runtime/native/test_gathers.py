@@ -13,7 +13,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rl_backend.checkpoint.training_state import TensorPieces
-from rl_backend.contracts import ExportInterruptedError, PackedBatch, PackedWeight, RoutedLayers, UnsupportedError
+from rl_backend.contracts import (
+    ConfigError,
+    ExportInterruptedError,
+    PackedBatch,
+    PackedWeight,
+    RoutedLayers,
+    UnsupportedError,
+)
 from rl_backend.parallel.shards import ShardLayout
 from rl_backend.runtime.backend_info import optimizer_state
 from rl_backend.runtime.export_stream import start_stream
@@ -222,3 +229,49 @@ def test_tokens_without_routes_are_marked_whatever_the_type_of_the_routes(num_ex
     assert found.dtype == dtype and found[..., 0].tolist() == [[last, last], [-1, -1], [last, last]]
     whole_batch = PackedBatch(torch.arange(3), torch.tensor([3]), {"routed_experts": routes}, meta=facts)
     assert bool((routes_to_replay(whole_batch, routers) == last).all()) and bool((routes == routes[0]).all())
+
+
+def test_rows_of_which_a_rank_between_has_fewer_are_put_together_without_what_fills_its_buffer() -> None:
+    full = whole(5, 4)
+    parts = tuple(Part(rank, rectangle(rows, (0, 4))) for rank, rows in enumerate([(0, 2), (2, 3), (3, 5)]))
+
+    def of_rank(group: dist.ProcessGroup) -> Tensor:
+        mine = full[parts[group.rank()].region].clone()
+        ((_, found),) = gather_weights([ShardedWeight("uneven", (5, 4), torch.float32, parts, mine, ())], group, CPU)
+        return found.clone()
+
+    assert all(torch.equal(found, full) for found in run_ranks(of_rank, 3))
+
+
+def test_gradients_are_those_of_parameters_that_have_one_and_of_the_names_asked_for() -> None:
+    packed = PackedWeight((2,), ("e.0", "e.1"))
+    names: Mapping[str, Any] = {"experts": packed, "frozen": "frozen.weight", "late": "late.weight"}
+    shapes = {"experts": (2, 3), "frozen": (4,), "late": (2, 2)}
+    parameters = {name: torch.nn.Parameter(torch.ones(shape, dtype=torch.bfloat16)) for name, shape in shapes.items()}
+    parameters["experts"].grad = whole(2, 3).to(torch.bfloat16)
+    parameters["late"].grad = whole(2, 2, first=10).to(torch.bfloat16)
+    alone: Any = SimpleNamespace(size=lambda: 1, rank=lambda: 0)
+    required: list[str] = []
+    handle: Any = SimpleNamespace(
+        weight_names=names,
+        parameters=parameters,
+        layouts={name: TensorLayout(ShardLayout(shape, (), (0,), ()), torch.bfloat16) for name, shape in shapes.items()},
+        groups=SimpleNamespace(device=CPU, world_size=1, world_group=alone),
+        require_gradients=required.append,
+    )
+
+    def exported(only: Any = None) -> dict[str, Tensor]:
+        found = dict(export.export_gradients(handle, only))
+        assert all(gradient.dtype == torch.float32 for gradient in found.values())
+        return found
+
+    found = exported()
+    assert list(found) == ["e.0", "e.1", "late.weight"] and required == []
+    assert torch.equal(found["e.1"], whole(2, 3)[1]) and torch.equal(found["late.weight"], whole(2, 2, first=10))
+    assert list(exported(["late.weight", "e.0"])) == ["e.0", "late.weight"]
+    assert exported(["frozen.weight"]) == {} and exported([]) == {}
+    with pytest.raises(ConfigError, match="export_gradients: the model has no weights called experts"):
+        export.export_gradients(handle, ["experts"])
+    for parameter in parameters.values():
+        parameter.grad = None
+    assert exported() == {} and required == ["export_gradients"]

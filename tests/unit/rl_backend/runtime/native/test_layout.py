@@ -213,3 +213,36 @@ def test_a_family_from_outside_is_described_with_its_options(tmp_path: Any) -> N
     assert layout.describe_model(tmp_path, in_float32, "log_probs").settings.layer_dtype == torch.bfloat16
     with pytest.raises(UnsupportedError, match="values"):
         layout.describe_model(tmp_path, NativeConfig(device="cpu"), "values")
+
+
+@pytest.mark.parametrize(
+    ("settings", "compiles", "named"),
+    [
+        ({}, True, []),
+        ({"parallel": {"pp": 2}}, True, []),
+        ({"activation_checkpointing": "full"}, True, []),
+        ({}, False, ["ModelFamily.compiles"]),
+        ({"activation_checkpointing": "selective"}, True, ["activation_checkpointing='selective'"]),
+        ({"parallel": {"pp": 2}, "pipeline_schedule": "zb-h2"}, True, ["pipeline_schedule='zb-h2'"]),
+        (
+            {"parallel": {"pp": 2}, "pipeline_schedule": "zb-h1", "activation_checkpointing": "selective"},
+            False,
+            ["pipeline_schedule='zb-h1'", "ModelFamily.compiles", "activation_checkpointing='selective'"],
+        ),
+    ],
+    ids=str,
+)
+def test_all_that_keeps_layers_from_being_compiled_is_named(
+    settings: dict[str, Any], compiles: bool, named: list[str]
+) -> None:
+    config = NativeConfig(device="cpu", compile=True, **settings)
+    if not named:
+        layout.check_model_layout(family(compiles=compiles), 7, config)
+        return
+    with pytest.raises(ConfigError, match=r"^NativeConfig\.compile=True: ") as failure:
+        layout.check_model_layout(family(compiles=compiles), 7, config)
+    every = ("pipeline_schedule=", "ModelFamily.compiles", "activation_checkpointing=")
+    assert [word in str(failure.value) for word in every] == [any(each.startswith(word) for each in named) for word in every]
+    assert all(each in str(failure.value) for each in named)
+    # Without it none of these is a reason.
+    layout.check_model_layout(family(compiles=compiles), 7, config.replace(compile=False))

@@ -188,3 +188,44 @@ def test_training_follows_transformers_with_torch_adamw(untied_model: Path) -> N
         for name, parameter in reference.named_parameters():
             ours = held[{value: key for key, value in handle.weight_names.items()}[name]]
             torch.testing.assert_close(ours, parameter.detach(), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "decayed"),
+    [
+        # Of several experts, stored in one tensor.
+        ("experts.gate_up_proj_bias", (4, 6), False),
+        ("experts.gate_up_proj", (4, 6), True),
+        ("unbiased.weight", (4, 6), True),
+        ("bias.weight", (4, 6), True),
+        ("conv1d.weight", (8, 1, 4), True),
+        ("A_log", (4,), False),
+    ],
+)
+def test_what_is_called_a_bias_at_its_end_is_not_decayed_whatever_its_shape(
+    name: str, shape: tuple[int, ...], decayed: bool
+) -> None:
+    assert is_decayed(name, torch.zeros(shape)) is decayed
+
+
+def test_a_copy_steps_as_its_original_and_counts_once(groups: ParallelGroups) -> None:
+    first = nn.Parameter(torch.tensor([[3.0, 4.0]]))
+    copy, frozen = nn.Parameter(first.detach().clone()), nn.Parameter(torch.ones(2, 2), requires_grad=False)
+    parameters = {"embed": first, "head": copy, "frozen": frozen}
+    names = {"embed": "embed.weight", "head": "embed.weight", "frozen": "frozen.weight"}
+    config = OptimizerConfig(lr=0.1, clip_grad=0.0, log_num_zeros_in_grad=True)
+    optimizer = NativeOptimizer(config, parameters, names, groups, copies={"head": "embed"})
+    assert list(optimizer.parameters) == ["embed", "head"] and optimizer.num_steps == 0
+    for parameter in (first, copy):
+        parameter.grad = torch.tensor([[0.0, 2.0]])
+    result = optimizer.step("tied")
+    assert (result.grad_norm, result.num_zeros, optimizer.num_steps) == (2.0, 1, 1)
+    assert torch.equal(first, copy) and first[0, 1] < 4.0 and frozen.sum() == 4.0
+    # One that has no gradient stays, and is not counted as having taken the step.
+    first.grad = None
+    before = first.detach().clone()
+    optimizer.step("tied")
+    assert torch.equal(first, before) and not torch.equal(copy, before)
+    counts = [optimizer.state_tensors()[f"step.{name}"].item() for name in ("embed", "head")]
+    assert counts == [1.0, 2.0] and optimizer.num_steps == 2
+    assert len(optimizer.moments()) == 4 and all(each.shape == (1, 2) for each in optimizer.moments())

@@ -269,3 +269,30 @@ def test_what_megatron_would_compute_otherwise_is_refused(
     complete_rope(config, given)
     with pytest.raises(UnsupportedError, match=message):
         require_same_model(config, given)
+
+
+@pytest.mark.parametrize(
+    ("fields", "provider", "taken"),
+    [
+        ({**LLAMA3, "original_max_position_embeddings": 4096}, {"rope_scaling": True}, False),
+        ({**YARN, "attention_factor": 1.0}, {"multi_latent_attention": True}, False),
+        ({**YARN, "mscale_all_dim": 1.0}, {"multi_latent_attention": True}, False),
+        ({**YARN, "mscale": 0.0, "mscale_all_dim": 0.0}, {"multi_latent_attention": True}, True),
+        ({**YARN, "truncate": False}, {"position_embedding_type": "yarn"}, True),
+        ({**YARN, "mscale": 1.0}, {"position_embedding_type": "yarn"}, True),
+        ({"type": "yarn", "factor": 4.0}, {"position_embedding_type": "yarn"}, True),
+        ({"rope_type": "default"}, {"multi_latent_attention": True, "rotary_percent": 0.5}, True),
+    ],
+    ids=str,
+)
+def test_each_parameter_of_rotary_embeddings_counts_where_megatron_reads_it(
+    fields: dict[str, Any], provider: dict[str, Any], taken: bool
+) -> None:
+    given = SimpleNamespace(**{**PROVIDER, **provider})
+    config = SimpleNamespace(model_type="qwen3", tie_word_embeddings=False, rope_parameters=fields)
+    complete_rope(config, given)
+    if taken:
+        require_same_model(config, given)
+        return
+    with pytest.raises(UnsupportedError, match="rope parameters"):
+        require_same_model(config, given)
