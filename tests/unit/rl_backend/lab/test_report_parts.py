@@ -6,6 +6,7 @@ import fcntl
 import json
 import math
 import os
+import re
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ import pytest
 
 from rl_backend.lab.report import page as page_module
 from rl_backend.lab.report.charts import Chart, charts_for, draw_chart, draw_phases, points, running_mean
-from rl_backend.lab.report.page import draw_samples, write_report
+from rl_backend.lab.report.page import MOST_CHARTS, MOST_EVENTS, PROMPTS, draw_samples, write_report
 from rl_backend.lab.report.run_data import RunData, Series, read_run
 from tests.support.page import Element, read_page
 from tests.support.runs import write_run
@@ -248,3 +249,183 @@ def test_the_headline_has_no_more_than_two_results_and_the_planned_steps_if_know
     ]
     data = RunData(Path("run"), metrics=metrics, config={"steps": 0}, summary={"seconds": math.nan})
     assert page_module._facts(data) == [("steps", "0 of 0"), ("answer probability", "0.1"), ("nll", "2 → 1")]
+
+
+def lines_of(figure: Element) -> dict[str, list[str]]:
+    """The paths of curves by their class, without the number of the colour."""
+    found: dict[str, list[str]] = {}
+    for path in figure.all("path"):
+        found.setdefault(path.attributes["class"].split()[0], []).append(path.attributes["d"])
+    return found
+
+
+def curve_of(values: list[float], folder: Path, most: int = 300) -> dict[str, list[str]]:
+    return lines_of(element(draw_chart(Chart("title", "", ["m"]), [series(*values)], (1, len(values)), most), folder))
+
+
+def test_a_noisy_curve_has_its_running_mean_before_it_and_a_smooth_one_is_drawn_alone(tmp_path: Path) -> None:
+    short, noisy = curve_of([0.0, 1.0] * 30, tmp_path), curve_of([0.0, 1.0] * 30 + [0.0], tmp_path)
+    assert short.keys() == {"line"}, "of a few steps each is a dot"
+    (line,), (behind,) = noisy["line"], noisy["faint"]
+    assert line != behind and len(line.split("L")) == len(behind.split("L")) == 61
+    heights = {float(place.split()[1]) for place in behind.split("L")[1:]}
+    means = {float(place.split()[1]) for place in line.split("L")[2:-2]}
+    assert min(heights) < min(means) <= max(means) < max(heights)
+    smooth = curve_of([float(step) for step in range(61)], tmp_path)
+    assert smooth["line"] == smooth["faint"]
+
+
+def test_steps_that_share_a_point_have_a_band_that_ends_where_values_do(tmp_path: Path) -> None:
+    whole = curve_of([1.0, 3.0, 2.0, 4.0, 3.0, 5.0, 4.0, 6.0], tmp_path, 4)
+    (band,) = whole["band"]
+    places = [tuple(map(float, place.split())) for place in band.removesuffix("z").replace("h0", "").lstrip("M").split("L")]
+    assert len(places) == 8 and band.endswith("z")
+    upper, lower = places[:4], places[:3:-1]
+    assert [x for x, _ in upper] == [x for x, _ in lower] and all(
+        up < down for (_, up), (_, down) in zip(upper, lower, strict=True)
+    )
+    (broken,) = curve_of([1.0, 3.0, math.nan, math.inf, 3.0, 5.0, 4.0, 6.0], tmp_path, 4)["band"]
+    assert broken.count("M") == broken.count("z") == 2
+
+
+def test_marks_of_values_that_are_not_finite_are_few_however_many_there_are(tmp_path: Path) -> None:
+    assert [len(curve_of([1.0, *[math.nan] * number], tmp_path).get("not-finite", [])) for number in (0, 100, 101, 950)] == [
+        0,
+        100,
+        51,
+        95,
+    ]
+
+
+def test_what_a_logarithmic_axis_has_no_place_for_stands_at_its_bottom(tmp_path: Path) -> None:
+    chart = Chart("title", "", ["m"], log=True)
+    figure = element(draw_chart(chart, [series(-1.0, 0.0, 1.0, 100.0)], (1, 4), 40), tmp_path)
+    bottom, top = json.loads(figure.one("svg").attributes["data-hover"])["y"][2:]
+    heights = [float(circle.attributes["cy"]) for circle in figure.one("g").all("circle")]
+    assert heights == [bottom, bottom, bottom, top]
+    assert "2 values of 0 or below" in figure.text
+
+
+def test_the_mean_of_values_near_the_largest_float_is_finite(tmp_path: Path) -> None:
+    (point,) = points(series(1.7e308, 1.7e308), 1)
+    assert point.mean == 1.7e308
+    assert curve_of([1.7e308, -1.7e308, 0.0], tmp_path)["line"]
+
+
+def test_bars_stand_on_each_other_and_what_takes_no_time_is_not_drawn(tmp_path: Path) -> None:
+    steps = (4,)
+    figure = element(
+        draw_phases([Series(f"seconds/{name}", steps, (value,)) for name, value in (("a", 1.0), ("b", 0.0), ("c", 3.0))]),
+        tmp_path,
+    )
+    bars = [(bar.attributes["class"].split()[-1], bar.attributes["d"]) for bar in figure.all("path", class_="bar")]
+    assert [colour for colour, _ in bars] == ["s0", "s2"]
+    first, second = (re.fullmatch(r"M([\d.]+) ([\d.]+)V([\d.]+)h([\d.]+)V[\d.]+z", d) for _, d in bars)
+    assert first is not None and second is not None and first[3] == second[2] and first[1] == second[1]
+    low, middle, high = float(first[2]), float(first[3]), float(second[3])
+    assert low - middle == pytest.approx((middle - high) / 3, abs=0.1)
+    assert "4 s per step" in figure.text
+    hover = json.loads(figure.one("svg").attributes["data-hover"])
+    assert hover["steps"] == [[4, 4]] and hover["values"] == [[1.0, 0.0, 3.0]]
+
+
+def test_prompts_of_both_steps_come_first_and_no_more_than_a_few_are_shown(tmp_path: Path) -> None:
+    first = [sample(1, f"old{n}", 0.0) for n in range(4)] + [sample(1, f"both{n}", 0.0) for n in range(4)]
+    last = [sample(2, f"new{n}", 0.0) for n in range(4)] + [sample(2, f"both{n}", float(n)) for n in range(4)]
+    found = [pre.text for pre in cells(first, last, tmp_path).all("pre", class_="prompt")]
+    changed = ["both3", "both2", "both1", "both0"]
+    assert found[::2] == [*changed, "old0", "old1"] and found[1::2] == [*changed, "new0", "new1"]
+    assert len(found) == 2 * PROMPTS
+
+
+@pytest.mark.parametrize(
+    ("rewards", "sides"),
+    [
+        ((0.5, 0.5), ["", ""]),
+        ((1.0, 0.5, 0.0), ["good", "bad", "bad"]),
+        ((math.inf, 1.0, 0.0), ["good", "good", "bad"]),
+        ((math.inf,), [""]),
+    ],
+)
+def test_a_reward_is_good_above_the_middle_of_all_that_are_finite(
+    rewards: tuple[float, ...], sides: list[str], tmp_path: Path
+) -> None:
+    found = cells([sample(1, "p", reward) for reward in rewards], [], tmp_path)
+    classes = [each.attributes["class"].split() for each in found.all("span", class_="reward")]
+    assert [" ".join(each[1:]) for each in classes] == sides
+
+
+def test_samples_before_the_first_step_say_so(tmp_path: Path) -> None:
+    found = cells([sample(0, "p", 0.0)], [sample(7, "p", 1.0)], tmp_path)
+    assert [head.children[0] for head in found.all("h3")] == ["Before the first step", "Step 7"]
+
+
+def data_of(**metrics: tuple[float, ...]) -> RunData:
+    return RunData(Path("run"), metrics={name: series(*values, name=name) for name, values in metrics.items()})
+
+
+def test_the_headline_says_the_largest_gap_and_what_sharing_has_saved() -> None:
+    def results(**metrics: tuple[float, ...]) -> dict[str, str]:
+        return dict(page_module._results(data_of(**metrics)))
+
+    assert results(log_prob_gap=(1e-3, math.inf, 2e-2, math.nan, 1e-4)) == {"largest log-prob gap": "2.0e-02 nats"}
+    assert results(log_prob_gap=(math.nan, math.inf)) == {}
+    assert results(tokens_computed=(30.0, 20.0), tokens_trained=(60.0, 40.0)) == {"computed tokens": "50% of those trained"}
+    assert results(tokens_computed=(60.0,), tokens_trained=(60.0,)) == results(tokens_trained=(60.0,)) == {}
+    assert results(tokens_computed=(0.0,), tokens_trained=(60.0,)) == {}
+    assert results(weight_version=(1.0, 2.0, 3.0)) == {"weight version": "3"}
+    data = data_of()
+    data.summary = {"held_out_reward_before": 0.25}
+    assert page_module._results(data) == [], "one of two says no change"
+
+
+def test_the_time_is_what_the_run_has_written_where_that_is_a_number() -> None:
+    run = {"started": "2026-01-01T10:00:00+00:00", "ended": "2026-01-01T10:00:05+00:00"}
+    times = []
+    for seconds in (7, 7.5, math.inf, "7", None):
+        data = RunData(Path("run"), run=run, summary={"seconds": seconds}, config={"steps": "many"})
+        assert page_module._facts(data)[0] == ("steps", "0")
+        times.append(dict(page_module._facts(data))["time"])
+    assert times == ["7 s", "7.5 s", "5 s", "5 s", "5 s"]
+
+
+def test_events_are_those_of_the_first_hundred_steps_that_have_some() -> None:
+    data = RunData(Path("run"), metrics={"recovery/restarts": series(*range(MOST_EVENTS + 5)), "reward": series(1.0)})
+    data.run = {"resumed": [{"after_step": 0, "at": "noon"}, {"after_step": "x"}, 3]}
+    found = page_module._events(data)
+    assert len(found) == MOST_EVENTS and found[:2] == ["step 0: resumed after it at noon", "step 1: recovery restarts 0"]
+
+
+def page_of(folder: Path, **run: Any) -> str:
+    write_run(folder, 1, lambda step: {"reward": 0.5}, run=run)
+    return read_page(write_report(folder)).text
+
+
+def test_the_page_says_how_the_run_was_started_and_what_ended_it(tmp_path: Path) -> None:
+    text = page_of(tmp_path, state="failed", command=["train.py", "--lr", 3], error="out of memory")
+    assert "train.py --lr 3" in text and "out of memory" in text and "reload for later steps" not in text
+    text = page_of(tmp_path, state="running", command="train.py --lr 3")
+    assert "train.py" not in text and "reload for later steps" in text and "Perfetto" not in text
+    (tmp_path / "trace.json").write_text("[]")
+    assert "Perfetto" in page_of(tmp_path)
+
+
+def test_charts_beyond_the_most_are_named_in_place_of_drawn(tmp_path: Path) -> None:
+    folder = write_run(tmp_path, 1, lambda step: {f"my{index:03}": 0.5 for index in range(MOST_CHARTS + 2)})
+    page = read_page(write_report(folder))
+    assert len(page.all("figure")) == MOST_CHARTS
+    assert f"{MOST_CHARTS}: my{MOST_CHARTS:03}, my{MOST_CHARTS + 1:03}" in page.text
+
+
+def test_a_folder_of_runs_has_the_longest_of_them_and_what_each_warned_of(tmp_path: Path) -> None:
+    write_run(tmp_path / "b", 5, lambda step: {"reward": 0.5, "seconds/train": 1.0})
+    lines = [{"step": 0, "reward": 0.0}, {"step": 1, "reward": 1.0, "warnings": ["slow"]}]
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "metrics.jsonl").write_text(
+        "".join(f"{json.dumps(line)}\n" for line in [*lines, {"step": 1, "x": "y"}])
+    )
+    data = read_run(tmp_path)
+    assert data.metrics["tenant/a/reward"] == Series("tenant/a/reward", (0, 1), (0.0, 1.0))
+    assert set(data.metrics) == {"tenant/a/reward", "tenant/b/reward"}
+    assert (data.steps, data.span, data.warnings) == (5, (0, 5), ["a, slow"])
+    assert data.problems == ["metrics.jsonl: x is not a number in every step"]
