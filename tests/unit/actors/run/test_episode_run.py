@@ -171,7 +171,7 @@ def test_episodes_of_training_and_held_out_ones_are_sampled_with_the_adapter_tha
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     easy = HeldOutSet("easy", [{"task": 1}], SamplingConfig(n=1, temperature=0.0, max_new_tokens=5), (1,), 2.0)
-    options: dict[str, Any] = {"samples_per_prompt": 1, "on_episode_failure": "zero", "lora.rank": 4}
+    options: dict[str, Any] = {"samples_per_prompt": 1, "on_episode_failure": "zero", "lora.rank": 4, "lora.push": "adapter"}
     config, session, sources = run_of(tmp_path, monkeypatch, held_out=[easy], **options)
     take_steps(config, session)
     names = [adapter for _, _, adapter, _ in sources.made]

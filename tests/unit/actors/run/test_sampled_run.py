@@ -247,7 +247,7 @@ def test_a_run_may_sample_more_batches_for_groups_that_teach_something(
 def test_held_out_sets_are_answered_with_the_adapter_that_is_trained(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config = config_of(tmp_path, steps=1, eval_dataset="x", **{"lora.rank": 4})
+    config = config_of(tmp_path, steps=1, eval_dataset="x", **{"lora.rank": 4, "lora.push": "adapter"})
     session, engines, trainer = without_ray(monkeypatch, config, lambda: inputs_of(config, held_out_sets("x")))
     take_steps(config, session)
     (made,) = [options["name"] for call, (*_, options) in trainer.calls if call == "create"]
