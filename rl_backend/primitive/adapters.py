@@ -308,8 +308,11 @@ def padded_product(x: Tensor, matrix: Tensor, bias: Tensor | None = None) -> Ten
 def add_products(buffers: list[Tensor], products: Tensor) -> None:
     """``products[i]`` added to each of ``buffers``, in their dtype; rows beyond those of the buffers are left out."""
     products = products[:, : buffers[0].shape[0]].to(buffers[0].dtype)
-    # One kernel for all, where memory is laid out alike.
-    torch._foreach_add_(buffers, list(products.contiguous().unbind()))
+    if len(buffers) == 1:
+        buffers[0].add_(products[0])
+    else:
+        # One kernel for all, where memory is laid out alike.
+        torch._foreach_add_(buffers, list(products.contiguous().unbind()))
 
 
 HEAD = "lm_head"
