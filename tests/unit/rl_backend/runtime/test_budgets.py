@@ -44,10 +44,10 @@ class Counts(NamedTuple):
 BUDGETS = {
     "dense": Counts(20, 0, 393, 2**15),
     "mixture": Counts(26, 0, 703, 98_304),
-    "tenants": Counts(37, 0, 559, 2**19),
+    "tenants": Counts(37, 0, 543, 2**19),
     "bridge, dense": Counts(18, 0, 542, 428_544),
     "bridge, mixture": Counts(40, 3, 1020, 776_704),
-    "bridge, tenants": Counts(33, 0, 741, 2**19),
+    "bridge, tenants": Counts(33, 0, 725, 2**19),
 }
 """Four sequences of 8 tokens; two layers, or three of a mixture; two tenants. Two of the reads, three with tenants, are of
 the caller's batch, which is on the host: beginnings that sequences share are looked for there. The copies are of Megatron's
