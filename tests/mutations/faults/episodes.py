@@ -145,4 +145,12 @@ FAULTS = [
         ("test_a_score_is_of_those_that_did_not_fail_each_its_own",),
         "a mistake in a score would be a bare KeyError, which does not say whose it is",
     ),
+    Fault(
+        "age-of-no-sample-fails",
+        "actors.collect.collector:WeightVersions.oldest",
+        "max((self.age(versions, step) for versions in samples), default=0)",
+        "max(self.age(versions, step) for versions in samples)",
+        ("test_a_batch_without_samples_is_of_today",),
+        "a batch whose episodes all ended early would end the run",
+    ),
 ]

@@ -205,4 +205,12 @@ FAULTS = [
         ("test_of_a_set_larger_than_what_is_read_both_steps_have_the_same_prompts",),
         "a report would compare the rewards of a held-out set's first prompts with those of its last",
     ),
+    Fault(
+        "alone-trains-the-reference",
+        "rl_backend.lab.parity.rank:main",
+        'role in ("reference", "again")',
+        'role != "candidate"',
+        ("test_each_process_records_its_own_side",),
+        "single steps would compare the reference with itself",
+    ),
 ]

@@ -304,4 +304,12 @@ FAULTS = [
         ("test_a_stage_gives_outputs_of_the_modules_of_the_whole_model_alone",),
         "a stage of several layers would be a module that no whole model has",
     ),
+    Fault(
+        "frozen-parameters-not-moved",
+        "rl_backend.runtime.native.handle:NativeHandle.part_tensors",
+        "[local_tensor(parameter) for parameter in self.parameters.values()]",
+        "[local_tensor(parameter) for parameter in self.parameters.values() if parameter.requires_grad]",
+        ("test_all_parameters_of_a_model_that_is_not_trained_leave",),
+        "a reference model would keep its memory on the device",
+    ),
 ]

@@ -357,4 +357,12 @@ FAULTS = [
         ("test_a_server_on_a_cluster_that_is_there_leaves_it_as_it_was",),
         "a run on a cluster would start on the machine of its driver alone",
     ),
+    Fault(
+        "lost-cluster-answered-to-client",
+        "actors.serve.training:Training._fails_alone",
+        "except _LOST:",
+        "except GroupFailedError:",
+        ("test_only_the_end_of_the_group_is_nobody_s_own",),
+        "a server whose cluster is lost would answer as if it went on",
+    ),
 ]

@@ -286,4 +286,12 @@ FAULTS = [
         ),
         "verl's modules could not be imported where two of them are waited for",
     ),
+    Fault(
+        "rest-needs-param-offload",
+        "adapters.verl.engine:RuntimeEngine._build",
+        "        self._rest()",
+        "        if settings.param_offload:\n            self._rest()",
+        ("test_a_new_model_rests_where_it_is_told_to",),
+        "an optimizer would stay on the device although verl wants it on the host",
+    ),
 ]

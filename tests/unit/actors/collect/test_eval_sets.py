@@ -215,3 +215,9 @@ def test_ages_are_steps_since_the_push_of_the_oldest_version() -> None:
 def test_one_sampled_response_is_said_with_its_temperature_and_no_number() -> None:
     result = HeldOutResult(HeldOutSet("s", ["p"], SamplingConfig(temperature=0.5), (1,), -1.0), [], [Score(-1.0)])
     assert result.describe() == "mean@1 -1.000, pass@1 1.000 (1 prompts, temperature 0.5)", "as much as the threshold passes"
+
+
+def test_a_batch_without_samples_is_of_today() -> None:
+    versions = WeightVersions(2)
+    versions.pushed(10, 0)
+    assert versions.oldest([], 2) == 0

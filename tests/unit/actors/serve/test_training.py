@@ -27,7 +27,15 @@ from actors.serve.training import (
 )
 from actors.serve.wire import Datum, PassRequest
 from actors.train.context import HandleRef
-from rl_backend.contracts import AdamParams, BatchError, CheckpointError, ConfigError, GroupFailedError, UnsupportedError
+from rl_backend.contracts import (
+    AdamParams,
+    BatchError,
+    CheckpointError,
+    ClusterLostError,
+    ConfigError,
+    GroupFailedError,
+    UnsupportedError,
+)
 from rl_backend.contracts.lora import LoRAConfig
 from tests.support.actors_in_process import until
 
@@ -374,8 +382,9 @@ def test_only_the_end_of_the_group_is_nobody_s_own(training: Training, answers: 
     run = run_with(training, "a", waiting={0: Step({}, request_id="one"), 1: Step({}, request_id="two")})
     fails(KeyError("x"))
     assert run.next_seq == 1 and b"KeyError" in training._answers["one"].body
-    with pytest.raises(GroupFailedError):
-        fails(GroupFailedError("a rank died"))
+    for lost in (GroupFailedError("a rank died"), ClusterLostError("Ray is gone")):
+        with pytest.raises(type(lost)):
+            fails(lost)
     assert run.next_seq == 1 and run.waiting.keys() == {1}
 
 

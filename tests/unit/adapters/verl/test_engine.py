@@ -254,3 +254,23 @@ def test_routes_of_a_replay_are_required_of_the_batch() -> None:
     engine._runtime.place = RankPlace(torch.device("cpu"), 0, 1, None, True)  # type: ignore[arg-type]
     with pytest.raises(Exception, match=r"router_replay\.mode='R3': the batch has no 'routed_experts'"):
         engine.forward_backward_batch(make_batch(rows(), "full", enable_routing_replay=True), None, True)
+
+
+@pytest.mark.parametrize(
+    ("settings", "moved"),
+    [
+        ({"param_offload": False, "optimizer_offload": True}, ("cpu", "optimizer")),
+        ({"param_offload": True, "optimizer_offload": True}, ("cpu", "model", "optimizer", "grad")),
+        ({"param_offload": False, "optimizer_offload": False}, ("cpu",)),
+    ],
+    ids=str,
+)
+def test_a_new_model_rests_where_it_is_told_to(
+    monkeypatch: pytest.MonkeyPatch, settings: dict[str, bool], moved: tuple[str, ...]
+) -> None:
+    engine = made(lora=None, **settings)
+    engine._model = None
+    monkeypatch.setattr(module, "optimizer_settings", lambda given: given)
+    monkeypatch.setattr(module, "EngineModel", lambda *_: Model(engine.calls))
+    engine.initialize()
+    assert engine.calls == [moved]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import pytest
 from rl_backend.checkpoint.hf_reader import HFReader, read_hf_config
 from rl_backend.contracts.lora import LoRAConfig
 from rl_backend.data import pack_plan, prefixes
+from rl_backend.lab.parity import rank
 from rl_backend.lab.parity.compare import Comparison, SideRecord, Tolerances, compare, merge_ranks, merge_steps
 from rl_backend.lab.parity.config import DType, ParityConfig, ParitySide, make_sequences, plan_batch
 from rl_backend.lab.parity.rank import record_again, record_alone, record_training
@@ -168,3 +170,29 @@ def test_experts_that_transformers_holds_as_one_tensor_have_the_names_of_the_che
     assert record.gradients.keys() == record.weights.keys() == record.loaded_weights.keys()
     assert record.gradients["model.layers.1.mlp.experts.3.gate_proj.weight"].shape == (32, 64)
     assert list(record.gradients)[-1] == "model.norm.weight"
+
+
+@pytest.mark.parametrize(
+    ("role", "recorder", "is_reference"),
+    [
+        ("reference", "record_training", True),
+        ("candidate", "record_training", False),
+        ("again", "record_again", True),
+        ("alone", "record_alone", False),
+    ],
+)
+def test_each_process_records_its_own_side(
+    tied_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, role: str, recorder: str, is_reference: bool
+) -> None:
+    config = make_config(tied_model, ParitySide(runtime="native"), steps=2)
+    (tmp_path / "config.json").write_text(config.model_dump_json())
+    sides = list[ParitySide]()
+
+    def record(_: ParityConfig, side: ParitySide, *__: Path) -> SimpleNamespace:
+        sides.append(side)
+        return SimpleNamespace(save=Path.touch)
+
+    monkeypatch.setattr(f"rl_backend.lab.parity.rank.{recorder}", record)
+    assert rank.main(str(tmp_path / "config.json"), role, str(tmp_path / "record"), str(tmp_path)) == 0
+    assert sides == [config.reference if is_reference else config.candidate] and config.reference != config.candidate
+    assert (tmp_path / "record").exists()

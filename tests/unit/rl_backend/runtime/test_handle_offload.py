@@ -240,3 +240,12 @@ def test_the_system_gets_back_what_leaves_a_rank_that_keeps_freed_memory() -> No
     environment = {**os.environ, **memory_environment()}
     ran = subprocess.run([sys.executable, "-c", _KEPT], capture_output=True, text=True, timeout=60, env=environment)
     assert ran.returncode == 0, ran.stderr[-2000:]
+
+
+@pytest.mark.parametrize("options", [{"forward_only": True}, {"trainable": False}], ids=str)
+def test_all_parameters_of_a_model_that_is_not_trained_leave(runtime: NativeRuntime, options: dict[str, bool]) -> None:
+    frozen = runtime.build_model(**options)
+    size = sum(parameter.nbytes for parameter in frozen.parameters.values())
+    assert device_bytes(frozen)["model"] >= size > 0
+    runtime.to(frozen, "cpu", model=True, optimizer=False, grad=False)
+    assert device_bytes(frozen)["model"] == 0

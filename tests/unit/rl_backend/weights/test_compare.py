@@ -159,3 +159,13 @@ def test_a_manifest_that_fits_passes_and_one_that_keeps_weights_needs_not_offer_
         check_manifest(manifest, EXPECTED, engine="engine 3")
     assert e.value.details == {"engine": "engine 3", "version": 7, "problems": ["missing: norm"]}
     check_manifest(manifest.replace(kept=("norm",)), EXPECTED, engine="engine 3")
+
+
+def test_an_export_that_is_not_taken_to_its_end_is_closed() -> None:
+    export, infos = Export(("a", torch.ones(2, 2)), ("b", torch.ones(2, 2))), [info("a"), info("b")]
+    weights = export.weights()
+    announced = as_announced(infos, weights)
+    next(announced)
+    assert not export.closed
+    announced.close()
+    assert export.closed and export.taken == ["a"] and list(weights) == []
