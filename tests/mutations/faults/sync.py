@@ -561,10 +561,10 @@ FAULTS = [
         "engines would start with one version of vLLM and fail with the other",
     ),
     Fault(
-        "export-closed-only-on-difference",
+        "exports-that-are-given-up-stay-open",
         "rl_backend.weights.staging:as_announced",
-        'try:\n    # The receiver places weights as announced: two swapped tensors of one size would arrive with right digests under\n    # each other\'s names. None stands for the end, behind which nothing may come.\n    for place, info in enumerate([*infos, None]):\n        name, tensor = next(iterator, (None, None))\n        found = None if tensor is None else (name, tuple(tensor.shape), name_of_dtype(tensor.dtype))\n        announced = None if info is None else (str(info), info.shape, info.dtype)\n        if found != announced:\n            raise WeightCheckError(\n                f"the export yielded {found or \'no more tensors\'} after {place} of {len(infos)}, but announced "\n                f"{announced or \'no more\'}; nothing of it was sent: the runtime\'s weight_infos and export_weights, or "\n                "shard_infos and export_shards, must agree in names and order",\n                name=name,\n            )\n        if info is not None and tensor is not None:\n            yield info, tensor\nfinally:\n    close = getattr(iterator, "close", None)\n    if close is not None:\n        close()',
-        'try:\n    # The receiver places weights as announced: two swapped tensors of one size would arrive with right digests under\n    # each other\'s names. None stands for the end, behind which nothing may come.\n    for place, info in enumerate([*infos, None]):\n        name, tensor = next(iterator, (None, None))\n        found = None if tensor is None else (name, tuple(tensor.shape), name_of_dtype(tensor.dtype))\n        announced = None if info is None else (str(info), info.shape, info.dtype)\n        if found != announced:\n            raise WeightCheckError(\n                f"the export yielded {found or \'no more tensors\'} after {place} of {len(infos)}, but announced "\n                f"{announced or \'no more\'}; nothing of it was sent: the runtime\'s weight_infos and export_weights, or "\n                "shard_infos and export_shards, must agree in names and order",\n                name=name,\n            )\n        if info is not None and tensor is not None:\n            yield info, tensor\nexcept WeightCheckError:\n    close = getattr(iterator, "close", None)\n    if close is not None:\n        close()\n    raise',
+        "close()",
+        "pass",
         ("test_an_export_that_is_not_taken_to_its_end_is_closed",),
         "an export that is given up would go on holding its model",
     ),
