@@ -178,4 +178,12 @@ FAULTS = [
         ("test_a_stage_that_takes_too_long_is_ended_and_the_next_one_runs",),
         "gpu-check would succeed though a stage did not end",
     ),
+    Fault(
+        "import-drops-dtype",
+        "rl_backend.cli.import_model:run",
+        "import_gguf(arguments.gguf, arguments.out, dtype=dtype_from_name(arguments.dtype))",
+        "import_gguf(arguments.gguf, arguments.out)",
+        ("test_the_weights_that_are_written_have_the_dtype_that_was_asked_for",),
+        "an import would be in float32 whatever was asked for",
+    ),
 ]

@@ -104,4 +104,12 @@ FAULTS = [
         ("test_a_push_that_loses_an_engine_that_is_replaced_goes_on",),
         "a run would end with an engine that dies while weights are pushed",
     ),
+    Fault(
+        "steppers-are-made-on-the-callers-thread",
+        "actors.rollout.engine.step_loop:StepLoop.start",
+        "self._stepper = self.call(make)",
+        "self._stepper = make()",
+        ("test_the_stepper_is_made_on_the_thread_that_steps",),
+        "vLLM would bind other threads to the cores than those that step",
+    ),
 ]

@@ -342,4 +342,12 @@ FAULTS = [
         ("test_a_player_that_returns_no_result_fails",),
         "a text among them would end the run with a traceback when the step's metrics are made",
     ),
+    Fault(
+        "played-row-copied-shallowly",
+        "rl_backend.environment.playing:_played",
+        "deepcopy(row)",
+        "dict(row)",
+        ("test_what_a_player_changes_within_its_row_is_its_own",),
+        "an episode would begin with what another one left in its row",
+    ),
 ]

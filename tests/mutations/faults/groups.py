@@ -127,4 +127,12 @@ FAULTS = [
         ("test_an_error_that_follows_from_the_loss_of_ray_is_told_as_the_loss",),
         "a run would name a rank that died in place of Ray, and end with another status",
     ),
+    Fault(
+        "rank-environment-share-of-gpu",
+        "actors.train.ranks:_rank_environment",
+        '"0" if gpus else str(placed.slots[rank].index_on_node)',
+        '"0" if gpus >= 1 else str(placed.slots[rank].index_on_node)',
+        ("test_a_rank_with_a_share_of_a_gpu_sees_one_alone",),
+        "a rank that shares a GPU would look for one that it does not see",
+    ),
 ]

@@ -241,4 +241,12 @@ FAULTS = [
         ("test_a_tensor_that_is_packed_in_a_parameter_has_its_own_place_parts_and_dtype",),
         "experts of the second rank would be exported as those of the first",
     ),
+    Fault(
+        "receive-reads-beyond-count",
+        "actors.cluster.tcp_proxy:_receive",
+        "connection.recv(count - len(received))",
+        "connection.recv(count)",
+        ("test_what_follows_a_message_is_left_to_read",),
+        "the beginning of the next message would be lost",
+    ),
 ]

@@ -141,4 +141,12 @@ FAULTS = [
         ("test_stages_are_where_the_placement_says",),
         "a V would be a loop",
     ),
+    Fault(
+        "chosen-pass-zero-is-median",
+        "rl_backend.cli.schedule:_chosen_pass",
+        "if number is None:",
+        "if not number:",
+        ("test_the_first_pass_of_a_trace_can_be_chosen",),
+        "another pass than the first would be drawn",
+    ),
 ]

@@ -294,4 +294,12 @@ FAULTS = [
         ("test_a_new_model_rests_where_it_is_told_to",),
         "an optimizer would stay on the device although verl wants it on the host",
     ),
+    Fault(
+        "split-group-loads-each-rank-whole",
+        "adapters.verl.trainers:rows_of_ranks",
+        "sum(work[row] for row in taken)",
+        "sum(work[row] for row in rows)",
+        ("test_a_rank_has_the_work_of_the_rows_that_it_took_of_a_group",),
+        "ranks would get unequal work",
+    ),
 ]

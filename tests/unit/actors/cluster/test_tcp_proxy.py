@@ -21,7 +21,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 import actors.cluster.tcp_proxy
 from actors.cluster.rendezvous import Rendezvous, RendezvousPoint, RendezvousRoute, rendezvous_address
-from actors.cluster.tcp_proxy import Gate, TcpProxy, pass_gate
+from actors.cluster.tcp_proxy import Gate, TcpProxy, _receive, pass_gate
 from rl_backend.contracts import RLBackendError
 from rl_backend.parallel.groups import LOOPBACK
 
@@ -334,3 +334,24 @@ def test_a_gate_may_be_at_an_address_of_the_sixth_version() -> None:
             behind.settimeout(5)
             behind.accept()[0].close()
         gate.close()
+
+
+def test_what_follows_a_message_is_left_to_read() -> None:
+    class InParts:
+        """A connection on which messages come one by one."""
+
+        def __init__(self, *messages: bytes) -> None:
+            self.messages = list(messages)
+
+        def settimeout(self, seconds: float) -> None:
+            assert seconds > 0
+
+        def recv(self, count: int) -> bytes:
+            message = self.messages.pop(0)
+            if len(message) > count:
+                self.messages.insert(0, message[count:])
+            return message[:count]
+
+    connection: Any = InParts(b"a" * 10, b"b" * 30)
+    assert _receive(connection, 32, time.monotonic() + 10) == b"a" * 10 + b"b" * 22
+    assert connection.messages == [b"b" * 8]

@@ -14,7 +14,7 @@ from actors.train import ranks as module
 from actors.train.order import OperationHeader, this_thread
 from actors.train.outcome import Completed, RankInfo
 from actors.train.pulse import LOOK_SECONDS, WaitBounds
-from actors.train.ranks import GroupMembers
+from actors.train.ranks import GroupMembers, _rank_environment
 from rl_backend.contracts import BatchError, GroupFailedError, HandleError, OperationOrderError, RLBackendError
 from rl_backend.contracts.atoms import Operation
 from tests.support.told_ranks import FIRST, SECOND, Ref, ToldGroup, ToldRay, told_death, told_failure
@@ -289,3 +289,9 @@ def test_a_long_wait_is_told_with_those_that_are_waited_for(
     (said,) = [record.getMessage() for record in caplog.records]
     assert said.startswith("training group 'ours': operation 3 (step) has waited ")
     assert said.endswith("for rank 0, 2; rank 0 is in f (a.py:1); rank 2 is in f (a.py:1)")
+
+
+@pytest.mark.parametrize(("gpus", "local"), [(0.0, "1"), (0.6, "0"), (1.0, "0")])
+def test_a_rank_with_a_share_of_a_gpu_sees_one_alone(gpus: float, local: str) -> None:
+    placed: Any = SimpleNamespace(slots=[SimpleNamespace(index_on_node=index) for index in range(2)])
+    assert _rank_environment(1, 2, placed, gpus) == {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": local}

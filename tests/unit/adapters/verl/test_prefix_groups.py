@@ -83,3 +83,8 @@ def test_verls_trainer_keeps_groups_of_our_actor_on_a_rank(target: str, grouper:
     assert (len({(key[0], rank) for rank, share in enumerate(shares) for key in share}) == 8) is together
     sums = [sum(lengths[key] for key in share) for share in shares]
     assert (metrics["global_seqlen/balanced_min"], metrics["global_seqlen/balanced_max"]) == (min(sums), max(sums))
+
+
+def test_a_rank_has_the_work_of_the_rows_that_it_took_of_a_group() -> None:
+    rows = rows_of_ranks([*"aaaabbcde"], [5, 5, 5, 5, 8, 8, 10, 1, 1], 3)
+    assert rows == [[0, 1, 2], [3, 6, 7], [4, 5, 8]]

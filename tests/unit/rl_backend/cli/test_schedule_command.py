@@ -6,11 +6,13 @@ import json
 import re
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from xml.etree import ElementTree
 
 import pytest
 
+from rl_backend.cli import schedule
 from rl_backend.cli.main import main
 from rl_backend.pipeline import SCHEDULES
 
@@ -154,3 +156,11 @@ def test_a_run_without_a_trace_says_how_to_get_one(tmp_path: Path, capsys: pytes
         error = refusal(capsys, "schedule", "--from-trace", str(place))
         said = f"{what}; run with --trace, which writes trace.json into the run's folder"
         assert error == f"error: --from-trace {place}: {said}\n"
+
+
+def test_the_first_pass_of_a_trace_can_be_chosen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    passes = [SimpleNamespace(measured=SimpleNamespace(makespan=seconds)) for seconds in (9.0, 5.0, 7.0)]
+    monkeypatch.setattr(schedule, "read_passes", lambda path: passes)
+    (tmp_path / "trace.json").touch()
+    chosen = [schedule._chosen_pass(tmp_path, number) for number in (0, 1, 2, None)]
+    assert [passes.index(each) for each in chosen] == [0, 1, 2, 2]

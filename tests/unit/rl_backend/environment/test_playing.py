@@ -11,7 +11,7 @@ import pytest
 from rl_backend.contracts import ConfigError, EpisodeFailedError, RolloutError
 from rl_backend.environment import Episode, Limits, Result, Sampler
 from rl_backend.environment.groups import Group, GroupTask, PlayOptions, play_groups
-from rl_backend.environment.playing import play_episode
+from rl_backend.environment.playing import _played, play_episode
 from tests.support.token_sources import RandomSource
 
 CLOSED: list[int] = []
@@ -230,3 +230,16 @@ def test_a_player_that_returns_no_result_fails(result: Any, problem: str) -> Non
 
     episode = asyncio.run(play_episode(wrong, {}, RandomSource(), sampling_seed=1, seed=1))
     assert episode.stop == "error" and problem in episode.error and episode.segments == ()
+
+
+def test_what_a_player_changes_within_its_row_is_its_own() -> None:
+    row, begun = {"tools": [1]}, list[list[int]]()
+
+    async def player(row: Any, sampler: Sampler) -> Result:
+        begun.append([*row["tools"]])
+        row["tools"].append(2)
+        return Result(reward=1.0)
+
+    for _ in range(2):
+        assert asyncio.run(_played(player, row, cast("Any", None))).reward == 1.0
+    assert row == {"tools": [1]} and begun == [[1], [1]]

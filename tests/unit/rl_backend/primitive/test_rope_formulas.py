@@ -143,3 +143,12 @@ def test_a_context_shorter_than_every_wave_leaves_the_first_frequency_alone_as_i
     plain = Rotary(8, 1e4).frequencies()
     found = Rotary(8, 1e4, YarnScaling(4.0, 2, 1.0)).frequencies()
     torch.testing.assert_close(found, plain * torch.tensor([1.0, 0.25, 0.25, 0.25]))
+
+
+def test_angles_in_bfloat16_are_those_of_whole_positions() -> None:
+    """In bfloat16 257 is 256."""
+    rotary, positions = Rotary(8, 10_000.0), torch.tensor([256, 257])
+    found = Rotations(positions, torch.bfloat16).of(rotary)
+    assert found is not None
+    for mine, expected in zip(found, rotary_cos_sin(positions, rotary, torch.bfloat16), strict=True):
+        assert torch.equal(mine, expected) and not torch.equal(mine[0], mine[1])

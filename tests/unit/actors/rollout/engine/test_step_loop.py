@@ -309,3 +309,16 @@ def test_adapters_beyond_the_slots_wait_in_order_and_others_pass_them(loop: Step
     assert not third.done() and not again.done()
     stepper.allow(20)
     assert [len(tokens(each)) for each in (first, second, third, again)] == [5, 5, 2, 2]
+
+
+def test_the_stepper_is_made_on_the_thread_that_steps() -> None:
+    made: list[str] = []
+
+    def make() -> CountingStepper:
+        made.append(threading.current_thread().name)
+        return CountingStepper()
+
+    loop = StepLoop("engine 0")
+    loop.start(SimpleNamespace(), make)  # type: ignore[arg-type]
+    loop.stop()
+    assert made == ["engine 0 steps"]
