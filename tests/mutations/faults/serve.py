@@ -86,6 +86,19 @@ FAULTS = [
         "a client that waits would ask again and again without a pause",
     ),
     Fault(
+        "completed-cancels-shared-future",
+        "actors.serve.server:Futures.completed",
+        "await asyncio.wait([answer], timeout=seconds)",
+        """
+        try:
+            await asyncio.wait_for(answer, seconds)
+        except TimeoutError:
+            pass
+        """,
+        ("test_whoever_stops_waiting_for_a_sampler_leaves_the_others_waiting",),
+        "a client whose wait is over would end the waits of all who wait for the same sampler",
+    ),
+    Fault(
         "cancelled-requests-sample-on",
         "actors.serve.server:Server.cancel",
         "task.cancel()",

@@ -460,3 +460,18 @@ def test_whoever_waits_for_an_answer_has_it_and_leaves_nothing_behind(server: Se
         assert not futures._waiting.keys() - {"sampler"}
 
     asyncio.run(wait())
+
+
+def test_whoever_stops_waiting_for_a_sampler_leaves_the_others_waiting(server: Server) -> None:
+    futures = server.futures
+    request, _ = server.store.accept("sampler", 0, "ann")
+
+    async def wait() -> None:
+        longer = asyncio.create_task(futures.completed("sampler", 0, 0, 10))
+        for _ in range(2):
+            assert await futures.completed("sampler", 0, 0, 0.01) == [], "nothing yet, and again"
+        assert not longer.done()
+        futures.finish({request: Result.of(b"x")})
+        assert [row["id"] for row in await longer] == [request]
+
+    asyncio.run(wait())
